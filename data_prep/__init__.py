@@ -1,0 +1,1 @@
+"""From tenants' files to token files, length histograms, sampled sequences and collated chunks."""

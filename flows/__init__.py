@@ -1,0 +1,1 @@
+"""Prefect flows, their parameters and the command line."""

@@ -1,0 +1,1 @@
+"""Numbers in, plans out: deployment plans and per-step dispatch. No torch, no Prefect, no files but profiles."""

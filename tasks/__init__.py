@@ -1,0 +1,1 @@
+"""Prefect tasks: each reads, calls one function of the lower folders and writes."""

@@ -1,0 +1,109 @@
+"""The sections of a run file that training reads. No torch: the command line validates with these."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from data_prep.config import DatasetConfig
+from planning.config import Section
+
+ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
+ALL_TARGETS = ATTENTION_TARGETS + MLP_TARGETS
+
+
+class DType(StrEnum):
+    """Number format of the frozen base model and of activations; adapters are always float32."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class OnTenantError(StrEnum):
+    """What a bad tenant does to the others: end the run, or leave it alone and go on."""
+
+    FAIL = "fail"
+    SKIP = "skip"
+
+
+class BaseModelConfig(Section):
+    """The frozen model: a local Hugging Face folder with config.json, safetensors and tokenizer."""
+
+    path: Path
+    dtype: DType = DType.FLOAT32
+
+
+class AdapterConfig(Section):
+    """Shape of one tenant's LoRA adapter: y += (alpha / rank) * B A x on each target module."""
+
+    rank: Annotated[int, Field(gt=0, title="Rank")]
+    alpha: Annotated[float, Field(gt=0, title="Alpha; the update is scaled by alpha / rank")]
+    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+    @field_validator("target_modules")
+    @classmethod
+    def _known_targets(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        unknown = [name for name in names if name not in ALL_TARGETS]
+        if unknown:
+            raise ValueError(f"unknown target module {unknown[0]!r}; choose from {', '.join(ALL_TARGETS)}")
+        if not names:
+            raise ValueError(f"no target module given; choose from {', '.join(ALL_TARGETS)}")
+        if len(set(names)) != len(names):
+            raise ValueError("a target module is given twice")
+        return tuple(name for name in ALL_TARGETS if name in names)
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+class OptimiserConfig(Section):
+    """AdamW of one tenant. Its step count advances only when the tenant is in a step."""
+
+    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False, title="Learning rate")] = 2e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float | None, Field(gt=0, title="Clip the tenant's gradient norm; empty: no clipping")] = (
+        None
+    )
+
+
+class TenantConfig(Section):
+    """One fine-tuning task: data set, adapter, optimiser and how long it trains."""
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    dataset: DatasetConfig
+    adapter: AdapterConfig
+    optimiser: OptimiserConfig = OptimiserConfig()
+    batch_size: Annotated[int, Field(gt=0, title="Sequences per step")]
+    steps: Annotated[int | None, Field(gt=0, title="Steps; give steps or epochs")] = None
+    epochs: Annotated[int | None, Field(gt=0, title="Passes over the data; give steps or epochs")] = None
+    seed: Annotated[int, Field(ge=0, title="Seed of the sample order and of the initial adapter")] = 0
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give either steps or epochs")
+        return self
+
+    def num_steps(self, num_rows: int) -> int:
+        """Steps this tenant takes part in; an epoch over `num_rows` rows has ceil(num_rows / batch_size) of them."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return self.epochs * -(-num_rows // self.batch_size)
+
+
+class TrainingConfig(Section):
+    """How the fleet trains, independent of any tenant."""
+
+    save_every: Annotated[int, Field(gt=0, title="Steps between checkpoints")] = 10
+    keep_checkpoints: Annotated[int, Field(ge=2, title="Checkpoints kept")] = 2
+    on_tenant_error: OnTenantError = OnTenantError.FAIL
+    max_nonfinite_steps: Annotated[int, Field(gt=0, title="Non-finite updates in a row before quarantine")] = 3
+    launch_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    step_timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
