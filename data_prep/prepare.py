@@ -18,6 +18,8 @@ from data_prep.errors import DatasetError
 from data_prep.rejects import describe_rejects, publish_rejects
 from planning.errors import InputError
 
+CONNECT_SECONDS = 30.0
+
 
 @dataclass(frozen=True, slots=True)
 class PrepareRequest:
@@ -125,7 +127,7 @@ def prepare_tenants(
     with _client(address, num_workers) as client:
         futures = client.map(_outcome, requests, pure=False)
         by_key: dict[str, Outcome] = {}
-        for future, outcome in as_completed(futures, with_results=True):
+        for future, outcome in as_completed(futures, loop=client.loop, with_results=True):
             by_key[future.key] = outcome
             report(outcome)
         return [by_key[future.key] for future in futures]
@@ -142,7 +144,7 @@ def _outcome(request: PrepareRequest) -> Outcome:
 def _client(address: str | None, num_workers: int) -> Iterator[Client]:
     if address:
         try:
-            client = Client(address, set_as_default=False)
+            client = Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
         except OSError as error:
             raise InputError(
                 f"DASK_SCHEDULER_ADDRESS: no Dask scheduler answers at {address}; start it, or unset the variable"

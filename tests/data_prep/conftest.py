@@ -33,8 +33,7 @@ def changed_tokenizer(tokenizer_folder: Path, tmp_path: Path) -> Callable[..., P
     """A copy of the tokenizer folder with another chat template ("" for none) and other tokenizer_config.json keys."""
 
     def change(template: str | None = None, **config: object) -> Path:
-        folder = tmp_path / "changed_tokenizer"
-        shutil.rmtree(folder, ignore_errors=True)
+        folder = tmp_path / f"tokenizer_{len(list(tmp_path.glob('tokenizer_*')))}"
         shutil.copytree(tokenizer_folder, folder)
         if template == "":
             (folder / "chat_template.jinja").unlink()
