@@ -14,3 +14,11 @@ class InputError(LobraError):
 
 class PlanInfeasibleError(InputError):
     """No deployment of the cluster can hold the tenants' sequences."""
+
+
+class ProfileError(InputError):
+    """A profile file is damaged, or belongs to another model."""
+
+
+class PlanError(LobraError):
+    """A step plan would lose, double or misplace sequences. A defect of the planner, never of the user's input."""

@@ -1,0 +1,50 @@
+"""Memory of a replica, per GPU (DESIGN.md, "Memory of a replica"): how large may a chunk be?
+
+    0.9 * memory >= weights + adapters + tokens * (activation bytes + logit bytes)
+
+Activation bytes per token and layer, without recomputation and with flash attention (no attention matrix), after
+Korthikanti et al. 2022, section 4, adapted to gated MLPs and grouped queries; B = bytes per parameter:
+
+    B * (4 * hidden + ((2 * heads + 2 * kv_heads) * head_dim + 4 * ffn) / tp)
+
+Not split by tp: inputs and outputs of both norms. Split: q, k, v and attention output; gate, up, activated gate and
+their product. Under the 1F1B schedule the first stage keeps up to pp chunks of layers/pp layers each, so the count
+of layers whose activations are alive is num_layers for every pp.
+Approximations: the heaviest stage is taken to hold both embedding and logits; every adapter matrix counts as split
+over tp * pp; LoRA's own activations (rank values per token) and flash attention's statistics fall under the reserve.
+"""
+
+from planning.types import ModelShape, ParallelConfig
+
+USABLE_FRACTION = 0.9
+ADAPTER_BYTES = 4 * 4  # weight, gradient and two AdamW moments, float32 each
+LOGIT_BYTES = 4
+
+
+def max_chunk_tokens(shape: ModelShape, config: ParallelConfig, memory_bytes: int, num_adapter_parameters: int) -> int:
+    """Tokens of the largest chunk that fits on each GPU of a <tp,pp> replica; 0 when the weights alone do not fit.
+
+    `num_adapter_parameters` counts all tenants' adapters over the whole model.
+    """
+    free_bytes = (
+        USABLE_FRACTION * memory_bytes
+        - _weight_bytes(shape, config)
+        - ADAPTER_BYTES * num_adapter_parameters / config.num_gpus
+    )
+    return max(0, int(free_bytes // _bytes_per_token(shape, config)))
+
+
+def _weight_bytes(shape: ModelShape, config: ParallelConfig) -> float:
+    attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * shape.hidden_size
+    mlp = 3 * shape.hidden_size * shape.ffn_size
+    norms = 2 * shape.hidden_size
+    layers = shape.num_layers / config.pp * ((attention + mlp) / config.tp + norms)
+    num_embeddings = 2 if config.pp == 1 and not shape.tied_embeddings else 1
+    embeddings = num_embeddings * shape.vocab_size * shape.hidden_size / config.tp
+    return shape.bytes_per_parameter * (layers + embeddings)
+
+
+def _bytes_per_token(shape: ModelShape, config: ParallelConfig) -> float:
+    split = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim + 4 * shape.ffn_size
+    activation = shape.bytes_per_parameter * (4 * shape.hidden_size + split / config.tp)
+    return shape.num_layers * activation + LOGIT_BYTES * shape.vocab_size / config.tp

@@ -1,0 +1,121 @@
+"""Profiles: what one layer of the base model costs on this hardware, per tensor-parallel degree.
+
+    milliseconds of a chunk on one layer, forward and backward = a + b * tokens + c * sum(length^2)
+
+A profile is a JSON file (`schema_version` 1). Shipped ones are presets. This module neither measures nor fits.
+"""
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from planning.config import PositiveInt, Section
+from planning.errors import ProfileError
+from planning.types import ParallelConfig
+
+Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PRESET_FOLDER = resources.files("planning") / "presets"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Seconds of a chunk on one layer: `fixed_seconds + seconds_per_token * tokens + seconds_per_token2 * sum(l^2)`."""
+
+    fixed_seconds: float
+    seconds_per_token: float
+    seconds_per_token2: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Cost per layer and tensor-parallel degree, and, where measured, the largest chunk per configuration.
+
+    With `max_chunk_tokens` only the configurations it lists exist; without it the memory model decides.
+    """
+
+    name: str
+    source: str
+    num_layers: int
+    layer_cost_by_tp: dict[int, LayerCost]
+    max_chunk_tokens: dict[ParallelConfig, int] | None = None
+
+
+class _Coefficients(Section):
+    a_ms: Milliseconds
+    b_ms_per_token: Milliseconds
+    c_ms_per_token2: Milliseconds
+
+
+class _LargestChunk(Section):
+    tp: PositiveInt
+    pp: PositiveInt
+    tokens: PositiveInt
+
+
+class _ProfileFile(Section):
+    schema_version: Literal[1]
+    model: str = ""
+    gpu: str = ""
+    source: str
+    chunk_ms_per_layer: Literal["a + b*tokens + c*sum(length^2)"]
+    num_layers: PositiveInt
+    coefficients_by_tp: Annotated[dict[PositiveInt, _Coefficients], Field(min_length=1)]
+    max_chunk_tokens: tuple[_LargestChunk, ...] | None = None
+
+
+def read_profile(path: Path) -> Profile:
+    """The profile in a JSON file; its name is the file's stem. Raises ProfileError naming file, field and remedy."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"profile {path} cannot be read: {error}; check profile.path") from error
+    return _parse(text, path.stem, str(path))
+
+
+def read_preset(name: str) -> Profile:
+    """A shipped profile. Raises ProfileError naming the presets there are."""
+    if name not in preset_names():
+        raise ProfileError(f"profile.preset {name!r} is not shipped; choose from {', '.join(preset_names())}")
+    return _parse((PRESET_FOLDER / f"{name}.json").read_text(encoding="utf-8"), name, f"preset {name}")
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of the shipped profiles, sorted."""
+    return tuple(sorted(entry.name[:-5] for entry in PRESET_FOLDER.iterdir() if entry.name.endswith(".json")))
+
+
+def _parse(text: str, name: str, where: str) -> Profile:
+    try:
+        file = _ProfileFile.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"]) or "(whole file)"
+        raise ProfileError(
+            f"profile {where}: field {field}: {first['msg']}; correct the field or measure the profile again"
+        ) from error
+    layer_cost_by_tp = {
+        tp: LayerCost(cost.a_ms / 1e3, cost.b_ms_per_token / 1e3, cost.c_ms_per_token2 / 1e3)
+        for tp, cost in file.coefficients_by_tp.items()
+    }
+    free = [tp for tp, cost in layer_cost_by_tp.items() if cost.seconds_per_token + cost.seconds_per_token2 == 0]
+    if free:
+        raise ProfileError(
+            f"profile {where}: field coefficients_by_tp.{free[0]}: tokens cost nothing (b and c are both 0); "
+            "correct the field or measure the profile again"
+        )
+    return Profile(name, file.source, file.num_layers, layer_cost_by_tp, _largest_chunks(file, where))
+
+
+def _largest_chunks(file: _ProfileFile, where: str) -> dict[ParallelConfig, int] | None:
+    if file.max_chunk_tokens is None:
+        return None
+    largest: dict[ParallelConfig, int] = {}
+    for row, entry in enumerate(file.max_chunk_tokens):
+        config = ParallelConfig(entry.tp, entry.pp)
+        if config in largest:
+            raise ProfileError(f"profile {where}: field max_chunk_tokens.{row}: {config} stands twice; delete one")
+        largest[config] = entry.tokens
+    return largest

@@ -1,0 +1,98 @@
+"""What part of a replica's step does one sequence take, when the step lasts T seconds? The linear core of planning.
+
+A chunk of q sequences of bucket j on configuration i takes `a_i + A_ij q` seconds per stage, with
+`A_ij = b_i s_j + c_i s_j^2` and q at most `floor(max_chunk_tokens_i / s_j)`. By Eq. 12 a replica whose largest chunk
+takes m seconds has `T - (pp_i - 1) m` seconds for chunks. Each of its chunks takes at most m, so dividing each by the
+time that would remain if it were the largest one itself never overstates its part:
+
+    share_ij(T) = min over q of (A_ij + a_i / q) / (T - (pp_i - 1) (a_i + A_ij q))
+    any replica that meets T has  sum_j share_ij n_j <= 1                                         (*)
+
+So linear programs over (*) give true bounds, bubbles included. With pp = 1 the best q is the full chunk. With pp > 1
+the derivative vanishes at `A q = sqrt(a^2 + a D / (pp - 1)) - a`, `D = T - (pp - 1) a`: large chunks spread the fixed
+term, small ones shorten the bubble. T * share_ij(T) falls with T, hence for any T and load r(T), the smallest
+possible largest sum in (*), `T * min(1, r(T))` is a lower bound of the makespan, and r(T) > 1 means T is too short.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planning.types import Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Cost of I configurations on J sequence lengths (tokens, as computed).
+
+    Shapes: `fixed`, `depth` (pp - 1) and `num_gpus` (I); `variable` (I, J) seconds per sequence without the fixed term;
+    `capacity` (I, J) sequences per chunk, 0 where not even one fits.
+    """
+
+    fixed: np.ndarray
+    depth: np.ndarray
+    num_gpus: np.ndarray
+    variable: np.ndarray
+    capacity: np.ndarray
+
+    @property
+    def least_seconds(self) -> np.ndarray:
+        """Seconds per sequence in full chunks, shape (I, J); infinite where not even one fits."""
+        capacity = np.maximum(self.capacity, 1)
+        return np.where(self.capacity > 0, self.variable + self.fixed[:, None] / capacity, np.inf)
+
+
+def cost_table(candidates: Sequence[Candidate], lengths: np.ndarray) -> CostTable:
+    """The cost of each candidate (rows) on each length (columns)."""
+    linear = np.array([candidate.seconds_per_token for candidate in candidates])
+    square = np.array([candidate.seconds_per_token2 for candidate in candidates])
+    room = np.array([candidate.max_chunk_tokens for candidate in candidates], dtype=np.int64)
+    return CostTable(
+        fixed=np.array([candidate.fixed_seconds for candidate in candidates]),
+        depth=np.array([candidate.config.pp - 1 for candidate in candidates]),
+        num_gpus=np.array([candidate.config.num_gpus for candidate in candidates]),
+        variable=(linear[:, None] + square[:, None] * lengths) * lengths,
+        capacity=room[:, None] // lengths,
+    )
+
+
+def shares(table: CostTable, step_seconds: float) -> tuple[np.ndarray, np.ndarray]:
+    """`share_IJ` at T = `step_seconds` (infinite where one sequence does not fit, or takes longer) and its q_IJ."""
+    fixed, depth = table.fixed[:, None], table.depth[:, None]
+    room = np.maximum(step_seconds - depth * fixed, 0.0)
+    best = (np.sqrt(fixed**2 + fixed * room / np.maximum(depth, 1)) - fixed) / table.variable
+    best = np.where(depth > 0, np.minimum(best, table.capacity), table.capacity)
+    share, chunk = np.full(best.shape, np.inf), np.ones(best.shape, dtype=np.int64)
+    for whole in (np.floor(best), np.ceil(best)):
+        q = np.maximum(whole, 1.0)
+        seconds = fixed + table.variable * q
+        left = step_seconds - depth * seconds
+        usable = (table.capacity > 0) & (left > 0) & (step_seconds >= seconds * (depth + 1))
+        value = np.where(usable, seconds / (q * np.where(usable, left, 1.0)), np.inf)
+        chunk = np.where(value < share, q.astype(np.int64), chunk)
+        share = np.minimum(value, share)
+    return share, chunk
+
+
+def shortest_step(table: CostTable, demand_J: np.ndarray, num_gpus: int) -> float:
+    """Seconds of the step if GPUs could be split into fractions of replicas: a lower bound for any plan.
+
+    The smallest T with `sum_j demand_j min_i num_gpus_i share_ij(T) <= num_gpus`, found from below by bisection.
+    Returns infinity when some length fits nowhere.
+    """
+    if (table.capacity.max(axis=0) == 0).any():
+        return np.inf
+    gpu_seconds = (table.num_gpus[:, None] * table.least_seconds).min(axis=0)
+    low = high = float(demand_J @ gpu_seconds) / num_gpus
+
+    def too_short(seconds: float) -> bool:
+        share, _ = shares(table, seconds)
+        return bool(demand_J @ (table.num_gpus[:, None] * share).min(axis=0) > num_gpus)
+
+    while too_short(high):
+        low, high = high, 2 * high
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if too_short(middle) else (low, middle)
+    return low

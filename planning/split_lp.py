@@ -1,0 +1,75 @@
+"""Linear program of one step: how the buckets split over the replica groups.
+
+Data       demand_J sequences per bucket; share_IJ part of a replica's step per sequence (`planning.shares`);
+           num_replicas_I.
+Variables  x_ij >= 0, part of bucket j that group i takes; r, the largest load of a replica.
+Minimise   r
+subject to every_bucket_is_taken(j):  sum_i x_ij = 1
+           no_group_exceeds_the_load(i):  sum_j share_ij demand_j x_ij <= num_replicas_i * r
+
+The bound is computed from the dual prices, not taken from the solver, so its tolerances cannot spoil it: for any z >= 0
+`r >= sum_j demand_j min_i z_i share_ij / sum_i z_i num_replicas_i`.
+"""
+
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+from highspy._core import _Highs
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The fractional split: `part` (I, J) (columns add up to 1), a proven lower bound of the load, dual prices.
+
+    `price` (J) is what one sequence adds to the load, `sum_i z_i num_replicas_i` scaled to 1.
+    """
+
+    part: np.ndarray
+    load: float
+    price: np.ndarray
+
+
+class SplitSolver:
+    """HiGHS with presolve off, kept between solves; nothing of one solve reaches the next."""
+
+    def __init__(self) -> None:
+        self._highs = _Highs()  # without Python callbacks, because the constructor of `Highs` prints a banner on stdout
+        self._highs.setOptionValue("output_flag", False)
+        self._highs.setOptionValue("presolve", "off")
+        self._highs.setOptionValue("threads", 1)
+
+    def solve(self, share_IJ: np.ndarray, num_replicas_I: np.ndarray, demand_J: np.ndarray) -> Split:
+        """The split of least load. Every bucket needs a group with a finite share and at least one replica."""
+        usable = np.isfinite(share_IJ) & (num_replicas_I[:, None] > 0)
+        group, bucket = np.nonzero(usable)
+        self._highs.clearModel()
+        self._highs.passModel(_model(share_IJ[group, bucket] * demand_J[bucket], group, bucket, num_replicas_I))
+        self._highs.run()
+        if self._highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            raise RuntimeError(f"HiGHS ended the dispatch LP with {self._highs.getModelStatus()}")
+        solution = self._highs.getSolution()
+        part = np.zeros(share_IJ.shape)
+        part[group, bucket] = np.maximum(np.array(solution.col_value)[:-1], 0.0)
+        prices_I = np.maximum(-np.array(solution.row_dual)[len(demand_J) :], 0.0)
+        price_J = np.where(usable, prices_I[:, None] * np.where(usable, share_IJ, 0.0), np.inf).min(axis=0)
+        price_J /= prices_I @ num_replicas_I
+        return Split(part / part.sum(axis=0), float(demand_J @ price_J), price_J)
+
+
+def _model(load: np.ndarray, group: np.ndarray, bucket: np.ndarray, num_replicas_I: np.ndarray) -> highspy.HighsLp:
+    """Columns: one x per usable (group, bucket) pair, then r. Rows: buckets, then groups."""
+    num_parts, num_groups = len(load), len(num_replicas_I)
+    num_buckets = int(bucket.max()) + 1
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = num_parts + 1, num_buckets + num_groups
+    lp.col_cost_ = np.append(np.zeros(num_parts), 1.0)
+    lp.col_lower_ = np.zeros(num_parts + 1)
+    lp.col_upper_ = np.full(num_parts + 1, highspy.kHighsInf)
+    lp.row_lower_ = np.append(np.ones(num_buckets), np.full(num_groups, -highspy.kHighsInf))
+    lp.row_upper_ = np.append(np.ones(num_buckets), np.zeros(num_groups))
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+    lp.a_matrix_.start_ = np.append(2 * np.arange(num_parts + 1), 2 * num_parts + num_groups)
+    lp.a_matrix_.index_ = np.append(np.column_stack([bucket, num_buckets + group]), num_buckets + np.arange(num_groups))
+    lp.a_matrix_.value_ = np.append(np.column_stack([np.ones(num_parts), load]), -num_replicas_I)
+    return lp
