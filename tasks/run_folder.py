@@ -1,0 +1,162 @@
+"""The run folder: where everything of one run lies, who holds it, and whether it may be resumed. No Prefect here."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from data_prep.names import folder_name
+from planning.errors import InputError, LobraError
+from training.checkpoint import sync_to_disk
+
+
+class RunFolderLockedError(LobraError):
+    """Another controller works in this run folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def prepared(self) -> Path:
+        """Manifest of the tenants' token files with their SHA-256."""
+        return self.path / "prepared.json"
+
+    @property
+    def histogram(self) -> Path:
+        return self.path / "histogram.parquet"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def steps(self) -> Path:
+        return self.path / "steps.jsonl"
+
+    @property
+    def step_plans(self) -> Path:
+        return self.path / "plans.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def figures(self) -> Path:
+        return self.path / "figures"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    def adapter(self, tenant: str) -> Path:
+        return self.path / "adapters" / folder_name(tenant)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.summary.exists()
+
+
+@contextmanager
+def open_run_folder(path: Path, config: dict[str, Any], fresh: bool) -> Iterator[RunFolder]:
+    """Create or resume a run folder and hold its lock.
+
+    An unfinished folder of the same configuration resumes. Raises InputError for a finished folder without `fresh`, or
+    for another configuration (naming the keys that differ), and RunFolderLockedError if another controller is at work.
+    """
+    folder = RunFolder(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+    with _locked(path / "lock"):
+        if fresh and folder.config.exists():
+            _set_aside(path)
+        if folder.is_finished:
+            raise InputError(f"{path}: this run is finished; add --fresh to run again (the old folder is kept, renamed)")
+        if folder.config.exists():
+            _refuse_other_configuration(folder, config)
+        else:
+            write_json(folder.config, config)
+        yield folder
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON whole or not at all, and on disk before returning."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    sync_to_disk(partial)
+    os.replace(partial, path)
+    sync_to_disk(path.parent)
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _refuse_other_configuration(folder: RunFolder, config: dict[str, Any]) -> None:
+    keys = changed_keys(read_json(folder.config), config)
+    if keys:
+        raise InputError(
+            f"{folder.path}: an unfinished run of another configuration lies here; these keys differ: {', '.join(keys)}. "
+            "Change them back to resume it, choose another --run-dir, or add --fresh to start anew"
+        )
+
+
+def changed_keys(old: Any, new: Any, prefix: str = "") -> list[str]:
+    """Dotted keys whose values differ between two resolved configurations."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            changed
+            for key in sorted(set(old) | set(new))
+            for changed in changed_keys(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
+        ]
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        pairs = enumerate(zip(old, new, strict=True))
+        return [changed for i, (a, b) in pairs for changed in changed_keys(a, b, f"{prefix}[{i}]")]
+    return [] if old == new else [prefix]
+
+
+def _set_aside(path: Path) -> None:
+    """Move everything but the lock to a sibling folder named by the time."""
+    aside = path.with_name(f"{path.name}.{datetime.now(UTC):%Y%m%dT%H%M%S.%f}")
+    aside.mkdir(mode=0o700)
+    for item in path.iterdir():
+        if item.name != "lock":
+            item.rename(aside / item.name)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise RunFolderLockedError(
+                f"{path.parent}: another run holds this folder (process {file.read().strip() or 'unknown'}); "
+                "wait for it or choose another --run-dir"
+            ) from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield

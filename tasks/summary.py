@@ -1,0 +1,95 @@
+"""summary.json: what a run did and cost, from its journal and its plan. DESIGN.md, "Files". No Prefect."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from data_prep.prepare import PreparedTenant, TenantFailure
+from planning.config import Strategy
+from planning.types import DeploymentPlan
+from training.journal import effective_steps, overhead_gpu_seconds
+from training.progress import TenantProgress, TenantStatus
+
+NUM_LOSS_STEPS = 5  # first_loss and last_loss are means over this many steps
+SKIPPED = "skipped"
+FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class TenantOutcome:
+    """How one tenant ended: trained (with its adapter folder) or not (with the reason)."""
+
+    status: str
+    adapter_path: str | None = None
+    reason: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        return self.status == TenantStatus.FINISHED
+
+
+@dataclass(frozen=True, slots=True)
+class RunResults:
+    """What the summary is made of."""
+
+    strategy: Strategy
+    plan: DeploymentPlan
+    prepared: tuple[PreparedTenant, ...]
+    outcomes: Mapping[str, TenantOutcome]
+    records: Sequence[dict[str, Any]]
+
+
+def summarise(results: RunResults) -> dict[str, Any]:
+    """Content of summary.json."""
+    steps = effective_steps(results.records)
+    num_rejects = {tenant.tenant: tenant.num_rejects for tenant in results.prepared}
+    return {
+        "schema_version": 1,
+        "strategy": results.strategy.value,
+        "plan": str(results.plan),
+        "num_gpus": results.plan.num_gpus,
+        "gap": results.plan.gap,
+        "steps": len(steps),
+        "gpu_seconds": sum(step["gpu_seconds"] for step in steps),
+        "overhead_gpu_seconds": overhead_gpu_seconds(results.records),
+        "predicted_step_seconds": mean([step["predicted_seconds"] for step in steps]),
+        "measured_step_seconds": mean([step["measured_seconds"] for step in steps]),
+        "padding_ratio": mean([step["padding_ratio"] for step in steps]),
+        "dispatch_milliseconds": mean([step["dispatch_milliseconds"] for step in steps]),
+        "tenants": {
+            name: {
+                "status": outcome.status,
+                "adapter_path": outcome.adapter_path,
+                "reason": outcome.reason,
+                "num_rejects": num_rejects.get(name, 0),
+                **tenant_totals(steps, name),
+            }
+            for name, outcome in results.outcomes.items()
+        },
+    }
+
+
+def tenant_totals(steps: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Tokens, GPU seconds and losses of one tenant over the steps it took part in."""
+    own = [step["tenants"][name] for step in steps if name in step["tenants"]]
+    losses = [result["loss"] for result in own if result["loss"] is not None]
+    return {
+        "steps": len(own),
+        "tokens": sum(result["num_tokens"] for result in own),
+        "gpu_seconds": sum(result["gpu_seconds"] for result in own),
+        "first_loss": mean(losses[:NUM_LOSS_STEPS]),
+        "last_loss": mean(losses[-NUM_LOSS_STEPS:]),
+    }
+
+
+def outcome_of(progress: TenantProgress, adapter_path: str | None) -> TenantOutcome:
+    return TenantOutcome(progress.status.value, adapter_path, progress.reason)
+
+
+def failure_outcome(failure: TenantFailure) -> TenantOutcome:
+    return TenantOutcome(SKIPPED, None, failure.reason)
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Arithmetic mean; None of nothing."""
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,117 @@
+"""Fixtures of the training tests: tiny random base models, token files, and real gloo ranks."""
+
+import multiprocessing
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from data_prep.token_file import write_token_file
+from data_prep.types import EncodedSequence
+
+VOCAB = 301  # odd, so that tp pads it
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8,
+         "num_key_value_heads": 4, "vocab_size": VOCAB, "max_position_embeddings": 512}  # fmt: skip
+ARCHITECTURES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False, "rms_norm_eps": 1e-5}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"tie_word_embeddings": False, "sliding_window": None}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True, "rms_norm_eps": 1e-6}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": True, "head_dim": 16}),
+}
+
+
+@pytest.fixture(scope="session")
+def base_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`base_model_folder(architecture)`: a saved tiny random model whose norms and biases are not trivial."""
+    root = tmp_path_factory.mktemp("models")
+
+    def build(architecture: str) -> Path:
+        folder = root / architecture
+        if not folder.exists():
+            config_class, model_class, extra = ARCHITECTURES[architecture]
+            torch.manual_seed(0)
+            model = model_class(config_class(**SIZES, **extra)).float()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.dim() == 1:
+                        parameter.add_(torch.randn_like(parameter) * 0.2)
+                    else:
+                        parameter.mul_(3)
+            model.save_pretrained(folder)
+        return folder
+
+    return build
+
+
+@pytest.fixture
+def token_path(tmp_path: Path) -> Callable[..., Path]:
+    """`token_path(name, lengths, seed)`: a token file of random sequences, the first third of each unsupervised."""
+
+    def build(name: str, lengths: list[int], seed: int) -> Path:
+        generator = np.random.default_rng(seed)
+        sequences = []
+        for row, length in enumerate(lengths):
+            ids = generator.integers(0, VOCAB, length)
+            sequences.append(
+                EncodedSequence(input_ids=tuple(map(int, ids)), loss_spans=((max(1, length // 3), length),), source_row=row + 1)
+            )
+        path = tmp_path / f"{name}.arrow"
+        write_token_file(path, sequences)
+        return path
+
+    return build
+
+
+def _rank_main(function: Callable[[int], object], rank: int, world_size: int, port: int, results) -> None:  # noqa: ANN001
+    torch.set_num_threads(1)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, world_size=world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+        results.put((rank, function(rank), None))
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception:  # noqa: BLE001 - reported to the test, which fails with it
+        results.put((rank, None, traceback.format_exc()))
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Callable[[int, Callable[[int], object]], list]:
+    """`run_ranks(world_size, function)`: function(rank) on real gloo ranks, forked; returns what each returned.
+
+    Forked children may run autograd only if this process never has, so oracles run through it too.
+    """
+    context = multiprocessing.get_context("fork")
+
+    def run(world_size: int, function: Callable[[int], object]) -> list:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        results = context.Queue()
+        processes = [
+            context.Process(target=_rank_main, args=(function, rank, world_size, port, results))
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        collected = {}
+        try:
+            for _ in range(world_size):
+                rank, value, error = results.get(timeout=120)
+                if error:
+                    pytest.fail(f"rank {rank} failed:\n{error}")
+                collected[rank] = value
+        finally:
+            for process in processes:
+                process.join(10)
+                process.kill()
+        return [collected[rank] for rank in range(world_size)]
+
+    return run

@@ -1,0 +1,304 @@
+"""PEFT is the oracle: joint training on unequal replicas gives every tenant what training alone gives.
+
+Tolerances are those of DESIGN.md's numerics contract.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from data_prep.token_file import TokenFile
+from planning.config import Backend
+from planning.step_plan import Job, JobMember, StepPlan, Wave
+from planning.types import Chunk, ParallelConfig, Replica, SequenceRef
+from training.adapters import TensorKey, initial_tensor, tensor_keys
+from training.base_model import read_base_model
+from training.config import ALL_TARGETS, AdapterConfig, BaseModelConfig, OptimiserConfig, TenantConfig
+from training.fleet_spec import FleetSpec
+from training.layout import FleetLayout
+from training.worker import Worker
+
+UNEQUAL = ((2, 1), (1, 2), (1, 1))
+LENGTHS = [33, 17, 50, 9, 21, 40, 12, 28, 19, 45]
+
+
+def tenant(name: str, rank: int, alpha: float, targets: tuple[str, ...], optimiser: OptimiserConfig, seed: int) -> TenantConfig:
+    return TenantConfig(
+        name=name,
+        dataset={"path": "unused", "prompt_column": "p", "response_column": "r"},
+        adapter=AdapterConfig(rank=rank, alpha=alpha, target_modules=targets),
+        optimiser=optimiser,
+        batch_size=4,
+        steps=10,
+        seed=seed,
+    )
+
+
+TENANTS = (
+    tenant("anna", 4, 8, ("q_proj", "v_proj"), OptimiserConfig(learning_rate=3e-3), 1),
+    tenant("bert", 8, 16, ALL_TARGETS, OptimiserConfig(learning_rate=1e-3, weight_decay=0.01, max_grad_norm=0.5), 2),
+    tenant("carl", 2, 16, ("o_proj", "down_proj", "up_proj"), OptimiserConfig(learning_rate=1e-2, beta2=0.95), 3),
+    tenant("dora", 4, 4, ("gate_proj", "k_proj"), OptimiserConfig(learning_rate=2e-3), 4),
+)
+
+
+def fleet_replicas(configs: tuple[tuple[int, int], ...]) -> tuple[Replica, ...]:
+    replicas, first = [], 0
+    for index, (tp, pp) in enumerate(configs):
+        replicas.append(Replica(index, ParallelConfig(tp, pp), first))
+        first += tp * pp
+    return tuple(replicas)
+
+
+@pytest.fixture
+def token_paths(token_path: Callable[..., Path]) -> dict[str, Path]:
+    return {t.name: token_path(t.name, LENGTHS[i:] + LENGTHS[:i], seed=10 + i) for i, t in enumerate(TENANTS)}
+
+
+def rows_of(step: int, index: int) -> list[int]:
+    """Rows of tenant `index` in a step: uneven numbers; dora sits out the even steps."""
+    if index == 3 and step % 2 == 0:
+        return []
+    return [(3 * step + 2 * index + k) % len(LENGTHS) for k in range(2 + (step + index) % 3)]
+
+
+def step_plans(token_paths: dict[str, Path], num_replicas: int, num_steps: int) -> list[StepPlan]:
+    """Hand-made dispatches that mix tenants in chunks; in every third step the second replica gets nothing."""
+    files = {name: TokenFile(path) for name, path in token_paths.items()}
+    plans = []
+    for step in range(num_steps):
+        sequences, supervised = [], {}
+        for index, t in enumerate(TENANTS):
+            rows = rows_of(step, index)
+            if rows:
+                supervised[t.name] = sum(int(files[t.name].num_supervised_tokens[row]) for row in rows)
+                sequences += [SequenceRef(t.name, row, int(files[t.name].num_tokens[row])) for row in rows]
+        sequences = sequences[step % 5 :] + sequences[: step % 5]
+        open_replicas = [r for r in range(num_replicas) if not (r == 1 and step % 3 == 2)]
+        jobs = []
+        for position, replica in enumerate(open_replicas):
+            mine = sequences[position :: len(open_replicas)]
+            groups = [sorted(mine[i : i + 3]) for i in range(0, len(mine), 3)]
+            chunks = tuple(Chunk(tuple(g), max(s.num_tokens for s in g) + 2) for g in groups)
+            jobs.append(Job((JobMember(replica, chunks),)))
+        plans.append(StepPlan(step, (Wave(tuple(jobs)),), supervised))
+    return plans
+
+
+def fleet_spec(folder: Path, token_paths: dict[str, Path], configs: tuple[tuple[int, int], ...]) -> FleetSpec:
+    return FleetSpec(
+        replicas=fleet_replicas(configs),
+        base_model=BaseModelConfig(path=folder),
+        tenants=TENANTS,
+        token_paths=token_paths,
+        checkpoint=None,
+        num_updates={t.name: 0 for t in TENANTS},
+        backend=Backend.GLOO,
+        step_timeout_seconds=60,
+        log_dir=folder,
+    )
+
+
+def start_values(folder: Path, t: TenantConfig, b_scale: float) -> dict[TensorKey, torch.Tensor]:
+    """The initial adapter; with `b_scale` B is not zero, so that A has a gradient at once."""
+    base = read_base_model(BaseModelConfig(path=folder))
+    values = {}
+    for key in tensor_keys(t.adapter, range(base.num_layers)):
+        values[key] = initial_tensor(base, t, key)
+        if key.matrix == "B" and b_scale:
+            generator = torch.Generator().manual_seed(hash((t.seed, key.layer, ALL_TARGETS.index(key.target))) % 2**31)
+            values[key] = torch.randn(values[key].shape, generator=generator) * b_scale
+    return values
+
+
+def peft_model(folder: Path, t: TenantConfig, values: dict[TensorKey, torch.Tensor]):  # noqa: ANN201
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    config = LoraConfig(r=t.adapter.rank, lora_alpha=t.adapter.alpha, target_modules=list(t.adapter.target_modules))
+    model = get_peft_model(model, config)
+    named = {name.replace(".default", ""): parameter for name, parameter in model.named_parameters() if "lora_" in name}
+    assert set(named) == {key.peft_name for key in values}
+    with torch.no_grad():
+        for key, value in values.items():
+            named[key.peft_name].copy_(value)
+    return model, named
+
+
+def peft_alone(folder: Path, t: TenantConfig, path: Path, plans: list[StepPlan], b_scale: float, num_updates: int) -> dict:
+    """Train one tenant alone with transformers + peft; its adapter, or with 0 updates the first gradient."""
+    model, named = peft_model(folder, t, start_values(folder, t, b_scale))
+    o = t.optimiser
+    adamw = torch.optim.AdamW(named.values(), lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay)
+    tokens, losses = TokenFile(path), []
+    for plan in plans:
+        rows = [s.row for w in plan.waves for j in w.jobs for m in j.members for c in m.chunks for s in c.sequences if s.tenant == t.name]
+        if not rows:
+            continue
+        total = 0.0
+        for row in rows:
+            sequence = tokens.row(row)
+            ids = torch.from_numpy(sequence.input_ids.astype(np.int64))
+            supervised = torch.zeros(len(ids), dtype=torch.bool)
+            for start, end in sequence.loss_spans:
+                supervised[start:end] = True
+            logits = model(ids[None]).logits[0, :-1]
+            loss = F.cross_entropy(logits[supervised[1:]], ids[1:][supervised[1:]], reduction="sum")
+            loss = loss / plan.supervised_tokens[t.name]
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        if num_updates == 0:
+            return {name: parameter.grad.numpy() for name, parameter in named.items()}
+        if o.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(named.values(), o.max_grad_norm)
+        adamw.step()
+        adamw.zero_grad()
+    return {"losses": losses, **{name: parameter.detach().numpy() for name, parameter in named.items()}}
+
+
+def joint_adapters(spec: FleetSpec, plans: list[StepPlan]) -> Callable[[int], dict]:
+    def on_rank(rank: int) -> dict:
+        worker = Worker(spec, rank, "cpu")
+        losses: dict[str, list[float]] = {}
+        for plan in plans:
+            report = worker.train(plan)
+            for name, loss in report["losses"].items():
+                losses.setdefault(name, []).append((plan.step, loss))
+        collected = {}
+        if worker.stage.position.replica.index == 0:
+            for name, optimiser in worker.optimisers.items():
+                tensors = worker.writer.collect(optimiser)
+                if tensors is not None:
+                    collected[name] = {k.peft_name: v.numpy() for (k, kind), v in tensors.items() if kind == "weight"}
+        return {"losses": losses, "adapters": collected}
+
+    return on_rank
+
+
+def assert_same_adapter(got: dict, want: dict, start: dict, learning_rate: float) -> None:
+    """DESIGN.md: max abs difference <= 2e-2 x lr, relative Frobenius of the update <= 1e-4, moved >= 10 x lr in all."""
+    difference = np.sqrt(sum(np.square(got[n] - want[n]).sum() for n in got))
+    update = np.sqrt(sum(np.square(want[n] - start[n]).sum() for n in got))
+    assert max(np.abs(got[n] - want[n]).max() for n in got) <= 2e-2 * learning_rate
+    assert difference / update <= 1e-4
+    assert update >= 10 * learning_rate
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+def test_gradients_on_unequal_replicas_equal_peft(architecture, base_model_folder, token_paths, run_ranks) -> None:  # noqa: ANN001
+    folder = base_model_folder(architecture)
+    spec = fleet_spec(folder, token_paths, UNEQUAL)
+    plan = step_plans(token_paths, len(UNEQUAL), 2)[1]
+    values = {t.name: start_values(folder, t, 0.05) for t in TENANTS}
+
+    def on_rank(rank: int) -> dict:
+        return gradients_of(Worker(spec, rank, "cpu"), values, plan)
+
+    ranks = run_ranks(4 + 1, on_rank)
+    layout = FleetLayout(spec.replicas, 4)
+    wanted = run_ranks(1, lambda _: {t.name: peft_alone(folder, t, token_paths[t.name], [plan], 0.05, 0) for t in TENANTS})[0]
+    assert worst_gradient_error(ranks, wanted, layout, folder) <= 1e-5
+
+
+def gradients_of(worker: Worker, values: dict[str, dict], plan: StepPlan) -> dict:
+    """Local gradients after the sync, {(tenant, key): array}, from given start values."""
+    from data_prep.collate import collate
+
+    stage = worker.stage
+    with torch.no_grad():
+        for name, optimiser in worker.optimisers.items():
+            for key, parameter in optimiser.adapter.parameters.items():
+                parameter.copy_(optimiser.adapter.place(key).to_local(values[name][key], stage.tp, stage.tp_rank))
+    weights = {name: 1 / count for name, count in plan.supervised_tokens.items()}
+    chunks = [c for w in plan.waves for j in w.jobs for m in j.members if m.replica == stage.position.replica.index for c in m.chunks]
+    worker.model.forward_backward([collate(chunk, worker.token_files, weights) for chunk in chunks])
+    tenants = sorted(plan.supervised_tokens)
+    worker.sync(tenants)
+    return {
+        (name, key): parameter.grad.numpy().copy()
+        for name in tenants
+        for key, parameter in worker.optimisers[name].adapter.parameters.items()
+    }
+
+
+def worst_gradient_error(ranks: list[dict], wanted: dict, layout: FleetLayout, folder: Path) -> float:
+    """Largest relative difference over all tensors on all ranks; a replicated tensor may count on tp rank 0 only."""
+    from training.adapters import tensor_place
+
+    base = read_base_model(BaseModelConfig(path=folder))
+    configs = {t.name: t.adapter for t in TENANTS}
+    worst = 0.0
+    for rank, gradients in enumerate(ranks):
+        position = layout.position(rank)
+        for (name, key), gradient in gradients.items():
+            place = tensor_place(base, configs[name], key)
+            full = torch.from_numpy(wanted[name][key.peft_name])
+            local = place.to_local(full, position.replica.config.tp, position.tp_rank).numpy()
+            worst = max(worst, float(np.abs(gradient - local).max() / np.abs(full.numpy()).max()))
+    return worst
+
+
+@pytest.mark.parametrize(("architecture", "configs"), [
+    ("llama", UNEQUAL), ("qwen2", UNEQUAL), ("qwen3", UNEQUAL), ("llama", ((4, 1), (2, 2))), ("llama", ((1, 4), (1, 1))), ("llama", ((1, 1),)),
+])  # fmt: skip
+def test_adapters_after_ten_joint_steps_equal_peft_alone(architecture, configs, base_model_folder, token_paths, run_ranks) -> None:  # noqa: ANN001
+    folder = base_model_folder(architecture)
+    spec = fleet_spec(folder, token_paths, configs)
+    plans = step_plans(token_paths, len(configs), 10)
+    ranks = run_ranks(spec.world_size, joint_adapters(spec, plans))
+
+    def oracle(_: int) -> dict:
+        return {t.name: peft_alone(folder, t, token_paths[t.name], plans, 0.0, 10) for t in TENANTS}
+
+    wanted = run_ranks(1, oracle)[0]
+    for t in TENANTS:
+        got = ranks[0]["adapters"][t.name]
+        want = {name: value for name, value in wanted[t.name].items() if name != "losses"}
+        start = {key.peft_name: value.numpy() for key, value in start_values(folder, t, 0.0).items()}
+        assert_same_adapter(got, want, start, t.optimiser.learning_rate)
+        steps: dict[int, float] = {}
+        for rank in ranks:
+            for step, loss in rank["losses"].get(t.name, []):
+                steps[step] = steps.get(step, 0.0) + loss
+        assert [steps[step] for step in sorted(steps)] == pytest.approx(wanted[t.name]["losses"], rel=1e-5)
+
+
+def test_one_tenants_nan_changes_nothing_for_the_others(base_model_folder, token_paths, run_ranks) -> None:  # noqa: ANN001
+    folder = base_model_folder("llama")
+    spec = fleet_spec(folder, token_paths, ((2, 1), (1, 2)))
+    plans = step_plans(token_paths, 2, 4)
+
+    def poisoned(rank: int) -> dict:
+        worker = Worker(spec, rank, "cpu")
+        skips = []
+        for plan in plans:
+            if plan.step == 2:  # bert's weights overflow from here on, on every rank
+                for parameter in worker.optimisers["bert"].adapter.parameters.values():
+                    parameter.data.fill_(float("nan"))
+            skips.append([name for name, update in worker.train(plan)["updates"].items() if update["skipped"]])
+        return {"skips": skips, "adapters": local_state(worker)}
+
+    def healthy(rank: int) -> dict:
+        worker = Worker(spec, rank, "cpu")
+        for plan in plans:
+            worker.train(plan)
+        return {"adapters": local_state(worker)}
+
+    for bad, good in zip(run_ranks(4, poisoned), run_ranks(4, healthy), strict=True):
+        assert bad["skips"] == [[], [], ["bert"], ["bert"]]
+        for (name, key), value in good["adapters"].items():
+            if name != "bert":
+                assert np.array_equal(bad["adapters"][name, key], value), (name, key)
+
+
+def local_state(worker: Worker) -> dict:
+    return {
+        (name, key): parameter.detach().numpy().copy()
+        for name, optimiser in worker.optimisers.items()
+        for key, parameter in optimiser.adapter.parameters.items()
+    }

@@ -1,0 +1,140 @@
+"""Checkpoint folders that are whole or absent.
+
+    step-00000020/
+      adapters/<tenant folder>.safetensors     canonical A and B, named as peft names them
+      optimiser/<tenant folder>.safetensors    exp_avg.* and exp_avg_sq.* of the same names
+      controller.json                          step, and per tenant status and number of updates
+      manifest.json                            SHA-256 of every other file
+
+Ranks write the tensors into `<name>.partial`; the controller adds its state and the manifest, syncs everything to disk
+and renames. A folder whose manifest does not match is skipped in favour of the one before. No torch here.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from planning.errors import LobraError
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+CONTROLLER_STATE = "controller.json"
+
+
+class CheckpointError(LobraError):
+    """A checkpoint cannot be written or read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A verified checkpoint: its folder and the controller's state in it."""
+
+    folder: Path
+    state: dict
+
+    @property
+    def step(self) -> int:
+        """Number of completed steps."""
+        return self.state["step"]
+
+
+def adapter_file(folder: Path, tenant_folder: str) -> Path:
+    return folder / "adapters" / f"{tenant_folder}.safetensors"
+
+
+def optimiser_file(folder: Path, tenant_folder: str) -> Path:
+    return folder / "optimiser" / f"{tenant_folder}.safetensors"
+
+
+class CheckpointStore:
+    """The checkpoints of one run."""
+
+    def __init__(self, root: Path, keep: int) -> None:
+        self.root = root
+        self.keep = keep
+
+    def save(self, state: dict, write_tensors: Callable[[Path], None]) -> Path:
+        """Write one checkpoint and prune old ones after the new one verifies.
+
+        `write_tensors` fills the adapters and optimiser folders of the path it is given. Raises CheckpointError when
+        the disk refuses; older checkpoints are untouched then.
+        """
+        final = self.root / f"step-{state['step']:08d}"
+        partial = final.with_suffix(".partial")
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(partial, ignore_errors=True)
+            for name in ("adapters", "optimiser"):
+                (partial / name).mkdir(parents=True)
+            write_tensors(partial)
+            _write_json(partial / CONTROLLER_STATE, {"schema_version": SCHEMA_VERSION, **state})
+            _write_json(partial / MANIFEST, {"schema_version": SCHEMA_VERSION, "sha256": _hashes(partial)})
+            for path in (*partial.rglob("*"), partial):
+                sync_to_disk(path)
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            sync_to_disk(self.root)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(f"cannot write checkpoint {final}: {error}; free disk space and run again") from error
+        read_checkpoint(final)
+        for old in self._folders()[self.keep :]:
+            shutil.rmtree(old)
+        return final
+
+    def latest(self, on_damaged: Callable[[Path, str], None] = lambda _path, _reason: None) -> Checkpoint | None:
+        """The newest checkpoint that verifies; damaged ones are reported and passed over."""
+        for folder in self._folders():
+            try:
+                return read_checkpoint(folder)
+            except CheckpointError as error:
+                on_damaged(folder, str(error))
+        return None
+
+    def _folders(self) -> list[Path]:
+        """Complete folders, newest first."""
+        if not self.root.is_dir():
+            return []
+        return sorted((path for path in self.root.glob("step-*") if path.suffix != ".partial"), reverse=True)
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Verify every file against the manifest. Raises CheckpointError that names what is damaged."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        state = json.loads((folder / CONTROLLER_STATE).read_text())
+        found = _hashes(folder)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {folder} is incomplete: {error}") from error
+    if state.get("schema_version") != SCHEMA_VERSION:
+        raise CheckpointError(f"checkpoint {folder} has schema version {state.get('schema_version')}, not {SCHEMA_VERSION}")
+    if found != manifest["sha256"]:
+        differing = sorted(name for name in set(found) | set(manifest["sha256"]) if found.get(name) != manifest["sha256"].get(name))
+        raise CheckpointError(f"checkpoint {folder} is damaged: {', '.join(differing)} differ from the manifest")
+    return Checkpoint(folder, state)
+
+
+def sync_to_disk(path: Path) -> None:
+    """fsync a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    hashes = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != MANIFEST:
+            with path.open("rb") as file:
+                hashes[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashes
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=1, sort_keys=True))

@@ -1,0 +1,79 @@
+"""From the sections of a run file and the measured lengths to a deployment plan. No torch.
+
+This is where the base model and the tenants' adapters turn into the numbers that planning works on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+
+from data_prep.histogram import workload_arrays
+from planning.candidates import Candidates, propose_candidates
+from planning.config import ClusterConfig, PlannerConfig, ProfileConfig, ProfileSource
+from planning.deployment import plan_deployment
+from planning.errors import InputError
+from planning.profile import Profile, preset_names, read_preset, read_profile
+from planning.types import DeploymentPlan
+from planning.workload import TenantWorkload, Workload
+from training.base_model import BaseModel
+from training.config import BaseModelConfig, TenantConfig
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentRequest:
+    """What a deployment plan depends on, beside the profile and the lengths."""
+
+    base: BaseModel
+    base_model: BaseModelConfig
+    tenants: tuple[TenantConfig, ...]
+    cluster: ClusterConfig
+    planner: PlannerConfig
+
+
+def load_profile(config: ProfileConfig, stored: Path) -> Profile:
+    """The profile that the run file names; `stored` is where a measured one would lie.
+
+    Raises InputError (with the remedy) when a path, preset or measurement is missing.
+    """
+    match config.source:
+        case ProfileSource.FILE:
+            if config.path is None:
+                raise InputError("profile.path is missing; name a profile file, or set profile.source: preset")
+            return read_profile(config.path)
+        case ProfileSource.PRESET:
+            if config.preset is None:
+                raise InputError(f"profile.preset is missing; choose one of {', '.join(preset_names())}")
+            return read_preset(config.preset)
+        case ProfileSource.MEASURE:
+            if not stored.exists():
+                raise InputError(
+                    f"profile.source is 'measure', but no measured profile of this model is stored at {stored}; "
+                    "measure one, or set profile.source: file or preset"
+                )
+            return read_profile(stored)
+
+
+def propose(request: DeploymentRequest, profile: Profile) -> Candidates:
+    """The parallel configurations that model, memory, cluster and profile allow, and why the others do not."""
+    adapters = [tenant.adapter for tenant in request.tenants]
+    num_adapter_parameters = sum(request.base.num_adapter_parameters(a.rank, a.target_modules) for a in adapters)
+    shape = request.base.shape(request.base_model.dtype)
+    return propose_candidates(shape, profile, request.cluster, request.planner, num_adapter_parameters)
+
+
+def deploy(request: DeploymentRequest, candidates: Candidates, histogram: pl.DataFrame) -> DeploymentPlan:
+    """The deployment plan for the tenants' measured lengths."""
+    workload = Workload(tuple(_tenant_workload(tenant, histogram) for tenant in request.tenants))
+    return plan_deployment(workload, candidates, request.cluster.num_gpus, request.planner)
+
+
+def present(tenants: Sequence[TenantConfig], names: Sequence[str]) -> tuple[TenantConfig, ...]:
+    """The tenants whose data could be prepared, in the order of the run file."""
+    return tuple(tenant for tenant in tenants if tenant.name in set(names))
+
+
+def _tenant_workload(tenant: TenantConfig, histogram: pl.DataFrame) -> TenantWorkload:
+    lengths, counts = workload_arrays(histogram, tenant.name)
+    return TenantWorkload(tenant.name, lengths, counts, tenant.batch_size)

@@ -1,0 +1,161 @@
+"""The controller's side of the fleet: launch, commands, reports, end.
+
+The controller hosts the key-value store on a socket that it bound itself to loopback (given a host only, TCPStore
+would listen on all interfaces) and beats once a second, so that an orphaned fleet ends itself.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+
+from planning.errors import LobraError
+from planning.step_plan import StepPlan
+from training.fleet_spec import (
+    FAILURE_KEY,
+    HEARTBEAT_KEY,
+    HEARTBEAT_SECONDS,
+    READY,
+    SPEC_KEY,
+    FleetSpec,
+    command_key,
+    log_path,
+    report_key,
+)
+from training.processes import connect_store
+
+LOOPBACK = "127.0.0.1"
+WAIT_SLICE = timedelta(milliseconds=500)  # how often a waiting controller looks for failures
+STOP_SECONDS = 5.0
+
+
+class FleetError(LobraError):
+    """A rank or the agent failed, or did not answer in time."""
+
+
+class Fleet:
+    """All ranks of one launch. Use as a context manager: leaving it ends every process."""
+
+    def __init__(self, spec: FleetSpec, generation: int) -> None:
+        self.spec = spec
+        listener = socket.create_server((LOOPBACK, 0))
+        self._port = listener.getsockname()[1]
+        server = dist.TCPStore(LOOPBACK, self._port, is_master=True, wait_for_workers=False,
+                               master_listen_fd=listener.detach())  # fmt: skip
+        self._generation = generation
+        self._store = dist.PrefixStore(f"generation-{generation}", server)
+        self._store.set(SPEC_KEY, spec.model_dump_json())
+        self._store.set(FAILURE_KEY, "")
+        self._stopping = threading.Event()
+        self._number = READY
+        self._agent: subprocess.Popen | None = None
+
+    def launch(self, timeout_seconds: float) -> None:
+        """Start the agent and wait until every rank is ready to train."""
+        self._store.add(HEARTBEAT_KEY, 1)
+        threading.Thread(target=self._beat, name="fleet-heartbeat", daemon=True).start()
+        last_rank = self.spec.world_size - 1
+        self.spec.log_dir.mkdir(parents=True, exist_ok=True)
+        arguments = [LOOPBACK, *map(str, (self._port, os.getpid(), self._generation, 0, last_rank))]
+        environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+                       "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+        with (self.spec.log_dir / "agent.log").open("a") as log:
+            self._agent = subprocess.Popen(
+                [sys.executable, "-m", "training.agent", *arguments],
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self._collect(READY, timeout_seconds, "get ready")
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Publish one step plan; the ranks start at once."""
+        self._send({"kind": "train", "plan": plan.to_json()})
+
+    def finish_step(self) -> list[dict]:
+        """Reports of all ranks on the step last begun, in rank order."""
+        return self._collect(self._number, self.spec.step_timeout_seconds, "finish the step")
+
+    def save(self, folder: Path) -> None:
+        """Have replica 0 write canonical adapters and moments below `folder`."""
+        self._send({"kind": "save", "folder": str(folder)})
+        self._collect(self._number, self.spec.step_timeout_seconds, "save")
+
+    def stop(self) -> None:
+        """End all processes: ask the ranks when they are idle, kill the agent (and with it the ranks) otherwise."""
+        if self._agent is None:
+            return
+        if self._agent.poll() is None:
+            with suppress(FleetError):
+                self._send({"kind": "stop"})
+                self._collect(self._number, STOP_SECONDS, "stop")
+                with suppress(subprocess.TimeoutExpired):
+                    self._agent.wait(STOP_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """End all processes now."""
+        self._stopping.set()
+        if self._agent is not None:
+            self._agent.kill()
+            self._agent.wait()
+
+    def __enter__(self) -> "Fleet":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
+        self.stop() if kind is None else self.kill()
+
+    def _send(self, command: dict) -> None:
+        self._number += 1
+        self._store.set(command_key(self._number), json.dumps(command))
+
+    def _collect(self, number: int, timeout_seconds: float, what: str) -> list[dict]:
+        keys = [report_key(number, rank) for rank in range(self.spec.world_size)]
+        deadline = time.monotonic() + timeout_seconds
+        while not self._arrived(keys):
+            self._raise_failure()
+            if time.monotonic() > deadline:
+                late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                raise FleetError(
+                    f"ranks {late} did not {what} within {timeout_seconds:.0f} s; last lines of rank {late[0]}'s log:\n"
+                    f"{self._last_lines(late[0])}"
+                )
+        reports = [json.loads(self._store.get(key)) for key in keys]
+        for key in (*keys, command_key(number)):
+            self._store.delete_key(key)
+        return reports
+
+    def _arrived(self, keys: list[str]) -> bool:
+        try:
+            self._store.wait(keys, WAIT_SLICE)
+        except dist.DistStoreError:
+            return False
+        return True
+
+    def _raise_failure(self) -> None:
+        failure = self._store.get(FAILURE_KEY)
+        if failure:
+            report = json.loads(failure)
+            raise FleetError(f"{report['message']}\n{self._last_lines(report['rank'])}".rstrip())
+        if self._agent is not None and self._agent.poll() is not None:
+            raise FleetError(f"the node agent ended with code {self._agent.returncode}; see {self.spec.log_dir}/agent.log")
+
+    def _last_lines(self, rank: int, num_lines: int = 5) -> str:
+        path = log_path(self.spec.log_dir, rank)
+        return "\n".join(path.read_text().splitlines()[-num_lines:]) if path.exists() else ""
+
+    def _beat(self) -> None:
+        store = connect_store(LOOPBACK, self._port, self._generation)
+        while not self._stopping.wait(HEARTBEAT_SECONDS):
+            store.add(HEARTBEAT_KEY, 1)

@@ -1,0 +1,52 @@
+"""What a fleet is told at launch, and the names of the messages between controller and ranks.
+
+All messages are JSON values of a key-value store that the controller hosts. Each launch has its own key prefix, so that
+ranks of an earlier one can never answer.
+"""
+
+from pathlib import Path
+
+from planning.config import Backend, Section
+from planning.types import Replica
+from training.config import BaseModelConfig, TenantConfig
+
+FAILURE_KEY = "failure"
+HEARTBEAT_KEY = "heartbeat"
+SPEC_KEY = "spec"
+HEARTBEAT_SECONDS = 1.0
+HEARTBEAT_LOST_SECONDS = 10.0
+READY = 0  # number of the first report, before any command
+
+
+class FleetSpec(Section):
+    """Everything a rank needs to build its part of the fleet.
+
+    `checkpoint` is the folder to continue from, or None for the initial adapters; `num_updates` counts each tenant's
+    optimiser updates so far.
+    """
+
+    replicas: tuple[Replica, ...]
+    base_model: BaseModelConfig
+    tenants: tuple[TenantConfig, ...]
+    token_paths: dict[str, Path]
+    checkpoint: Path | None
+    num_updates: dict[str, int]
+    backend: Backend
+    step_timeout_seconds: float
+    log_dir: Path
+
+    @property
+    def world_size(self) -> int:
+        return sum(replica.config.num_gpus for replica in self.replicas)
+
+
+def command_key(number: int) -> str:
+    return f"command/{number}"
+
+
+def report_key(number: int, rank: int) -> str:
+    return f"report/{number}/{rank}"
+
+
+def log_path(log_dir: Path, rank: int) -> Path:
+    return log_dir / f"rank-{rank}.log"

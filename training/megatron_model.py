@@ -1,0 +1,262 @@
+"""One rank's stage of one replica on megatron.core: process groups, the frozen model, its pipeline schedules.
+
+This module and `megatron_cpu` are the only ones that import megatron.core. Used as they are: HyperCommGrid with a rank
+offset per replica, GPTModel with an explicit ProcessGroupCollection, the 1F1B and no-pipelining schedules. Not used:
+its DDP, optimiser, checkpoints and global parallel state, all of which assume equal replicas.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from data_prep.collate import CollatedChunk
+from training.adapters import Adapter
+from training.attention import CausalAttention, FrozenRMSNorm
+from training.layout import FleetLayout, Stage
+from training.loss import vocab_parallel_cross_entropy
+from training.megatron_cpu import run_megatron_on_cpu
+from training.multi_lora import FUSED_TARGETS, FusedLayer, MultiLoraLinear, Span, Spans
+from training.weights import StageWeights, padded_vocab_size
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class LoraChunkParams(PackedSeqParams):
+    """Travels with a chunk through every layer of every stage, also through activation recompute.
+
+    A global would be stale there: under 1F1B several chunks are in flight.
+    """
+
+    spans: Spans | None = None
+
+
+@dataclass(frozen=True)
+class ReplicaGroups:
+    """The process groups of this rank's replica."""
+
+    collection: ProcessGroupCollection
+
+    @property
+    def tp(self) -> dist.ProcessGroup:
+        return self.collection.tp
+
+    @property
+    def pp(self) -> dist.ProcessGroup:
+        return self.collection.pp
+
+
+def create_replica_groups(layout: FleetLayout, rank: int, backend: str) -> ReplicaGroups:
+    """Create the groups of every replica. Collective over the world: all ranks call it, in the same order."""
+    mine: ReplicaGroups | None = None
+    for replica in layout.replicas:
+        grid = HyperCommGrid(
+            [replica.config.tp, 1, replica.config.pp, 1],
+            ["tp", "cp", "pp", "dp"],
+            rank_offset=replica.first_rank,
+            backend=backend,
+        )
+        dims = {"mp": ["tp", "pp"], "dp_cp": ["cp", "dp"], "tp_cp": ["tp", "cp"]}
+        groups = {name: grid.create_pg(dims.get(name, name)) for name in ("tp", "cp", "pp", "dp", *dims)}
+        if rank in replica.ranks:
+            collection = ProcessGroupCollection(**groups)
+            # The base is frozen: tied embeddings are loaded on both end stages and never reduced.
+            collection.embd = collection.pos_embd = None
+            mine = ReplicaGroups(collection)
+    assert mine is not None, f"rank {rank} belongs to no replica"
+    return mine
+
+
+class ReplicaModel:
+    """This rank's stage of its replica: frozen weights, wrapped linears, forward and backward over chunks."""
+
+    def __init__(self, stage: Stage, groups: ReplicaGroups, adapters: dict[str, Adapter], dtype: str) -> None:
+        if stage.device == "cpu":
+            run_megatron_on_cpu()
+        self.stage = stage
+        self.groups = groups
+        self.model = _build_frozen_model(stage, groups, TORCH_DTYPES[dtype]).to(stage.device)
+        _load_stage(self.model, StageWeights(stage).stage_tensors())
+        _wrap_linears(self.model, stage, adapters, groups.tp)
+        self.model.train()
+        self.vocab_size = stage.base.vocab_size
+        columns = padded_vocab_size(stage.base, stage.tp) // stage.tp
+        self._num_valid_columns = max(0, min(self.vocab_size - stage.tp_rank * columns, columns))
+        self._communicator = P2PCommunicator(groups.pp, self.model.config) if groups.pp.size() > 1 else None
+
+    def forward_backward(self, chunks: Sequence[CollatedChunk], forward_only: bool = False) -> dict[str, float]:
+        """Accumulate adapter gradients over all chunks of the replica; return this rank's weighted loss per tenant.
+
+        Collective over the replica: all its ranks call it with the same chunks. Losses come from the last stage
+        (empty elsewhere) and are equal on its tensor-parallel ranks. Adapter gradients stay on the parameters.
+        """
+        if not chunks:  # Megatron's schedule without pipelining always runs one micro-batch
+            return {}
+        reports = self._schedule(chunks, self._forward_step, forward_only=forward_only)
+        losses: dict[str, Tensor] = {}
+        for report in reports:
+            for tenant, loss in report.items():
+                losses[tenant] = losses[tenant] + loss if tenant in losses else loss
+        return {tenant: loss.item() for tenant, loss in losses.items()}
+
+    @torch.no_grad()
+    def logits(self, chunk: CollatedChunk) -> Tensor | None:
+        """Logits_BTV of one chunk on the last stage, None elsewhere. Collective over the replica."""
+        collected: list[Tensor] = []
+
+        def forward_step(chunks: Iterator[CollatedChunk], model: GPTModel):  # noqa: ANN202
+            def keep(output: Tensor, non_loss_data: bool = False) -> Tensor:
+                shards = [torch.empty_like(output) for _ in range(self.groups.tp.size())]
+                dist.all_gather(shards, output.contiguous(), group=self.groups.tp)
+                collected.append(torch.cat(shards, -1)[..., : self.vocab_size])
+                return output
+
+            return self._forward(next(chunks), model), keep
+
+        self._schedule([chunk], forward_step, forward_only=True, collect_non_loss_data=True)
+        return collected[0] if collected else None
+
+    def _schedule(self, chunks, forward_step, **options) -> list:  # noqa: ANN001, ANN003
+        if self._communicator is not None:
+            options["p2p_communicator"] = self._communicator
+        return get_forward_backward_func(self.groups.pp.size(), None)(
+            forward_step_func=forward_step,
+            data_iterator=iter(chunks),
+            model=[self.model],
+            num_microbatches=len(chunks),
+            seq_length=1,  # unused: variable_seq_lengths exchanges shapes
+            micro_batch_size=1,
+            pg_collection=self.groups.collection,
+            **options,
+        )
+
+    def _forward(self, chunk: CollatedChunk, model: GPTModel) -> Tensor:
+        items = tuple(Span(span.tenant, span.first_row, span.num_rows) for span in chunk.spans)
+        length = chunk.tokens_BT.shape[1]
+        params = LoraChunkParams(qkv_format="sbhd", spans=Spans(1, items), max_seqlen_q=length, max_seqlen_kv=length)
+        return model(torch.from_numpy(chunk.tokens_BT).to(self.stage.device), None, None, packed_seq_params=params)
+
+    def _forward_step(self, chunks: Iterator[CollatedChunk], model: GPTModel):  # noqa: ANN202
+        chunk = next(chunks)
+        output = self._forward(chunk, model)
+
+        def weighted_loss(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            labels = torch.from_numpy(chunk.labels_BT).to(self.stage.device)
+            weights = torch.from_numpy(chunk.weights_BT).to(self.stage.device)
+            per_token = vocab_parallel_cross_entropy(
+                logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), self.groups.tp, self._num_valid_columns
+            )
+            # A product would carry one tenant's NaN at unsupervised positions; those must not count at all.
+            weighted = torch.where(weights > 0, per_token.view_as(weights) * weights, 0.0)
+            report = {
+                span.tenant: weighted.detach()[span.first_row : span.first_row + span.num_rows].sum()
+                for span in chunk.spans
+            }
+            # Three values keep the schedule from rescaling the loss; weights already divide by the step's tokens.
+            return weighted.sum(), torch.ones((), dtype=torch.int), report
+
+        return output, weighted_loss
+
+
+def _build_frozen_model(stage: Stage, groups: ReplicaGroups, dtype: torch.dtype) -> GPTModel:
+    base, tp, pp = stage.base, stage.tp, groups.pp.size()
+    config = TransformerConfig(
+        num_layers=base.num_layers,
+        hidden_size=base.hidden_size,
+        num_attention_heads=base.num_heads,
+        num_query_groups=base.num_kv_heads,
+        kv_channels=base.head_dim,
+        ffn_hidden_size=base.ffn_size,
+        layernorm_epsilon=base.norm_eps,
+        add_qkv_bias=base.has_qkv_bias,
+        qk_layernorm=base.has_qk_norm,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # demanded by variable_seq_lengths, also without experts
+        batch_p2p_comm=stage.device != "cpu",  # without it pp uses the world group
+        calculate_per_token_loss=True,
+        deallocate_pipeline_outputs=True,
+    )
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=base.has_qk_norm)
+    parts = layer.submodules
+    parts.self_attention.submodules.core_attention = CausalAttention
+    parts.input_layernorm = parts.pre_mlp_layernorm = FrozenRMSNorm
+    if base.has_qk_norm:
+        parts.self_attention.submodules.q_layernorm = FrozenRMSNorm
+        parts.self_attention.submodules.k_layernorm = FrozenRMSNorm
+    block = TransformerBlockSubmodules(layer_specs=[layer] * (base.num_layers // pp), layer_norm=FrozenRMSNorm)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return GPTModel(
+            config,
+            block,
+            vocab_size=padded_vocab_size(base, tp),
+            max_sequence_length=base.max_positions,
+            position_embedding_type="rope",
+            rotary_base=base.rope_theta,
+            rope_scaling=base.rope_llama3_factor is not None,
+            rope_scaling_factor=base.rope_llama3_factor or 8.0,
+            pre_process=stage.position.is_first_stage,
+            post_process=stage.position.is_last_stage,
+            share_embeddings_and_output_weights=base.tied_embeddings,
+            parallel_output=True,
+            pg_collection=groups.collection,
+        )
+
+
+def _load_stage(model: GPTModel, tensors: dict[str, Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    if set(parameters) != set(tensors):
+        raise RuntimeError(f"base weights and Megatron model differ in {sorted(set(parameters) ^ set(tensors))[:3]}")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            parameters[name].copy_(tensor)
+            parameters[name].requires_grad_(False)
+
+
+def _wrap_linears(model: GPTModel, stage: Stage, adapters: dict[str, Adapter], tp_group: dist.ProcessGroup) -> None:
+    for layer, module in zip(stage.layers, model.decoder.layers, strict=True):
+        wrapped = []
+        for kind in FUSED_TARGETS:
+            parent = module.self_attention if kind in ("linear_qkv", "linear_proj") else module.mlp
+            linear = MultiLoraLinear(getattr(parent, kind), FusedLayer(kind, layer, stage.base, tp_group), adapters)
+            setattr(parent, kind, linear)
+            wrapped.append(linear)
+
+        def hand_over_spans(_module, _args, kwargs, wrapped=tuple(wrapped)) -> None:  # noqa: ANN001
+            for linear in wrapped:
+                linear.spans = kwargs["packed_seq_params"].spans
+
+        module.register_forward_pre_hook(hand_over_spans, with_kwargs=True)

@@ -1,0 +1,97 @@
+"""Hugging Face safetensors -> the tensors of one rank's Megatron stage, read slice by slice.
+
+Megatron fuses q, k, v per kv group (q..q k v | q..q k v | ..) and gate, up (all gate rows, then all up rows). The
+vocabulary is zero-padded to a multiple of tp; the loss masks those columns. Logits then equal transformers' to float32
+rounding for Llama (GQA), Qwen2 (bias, tied embeddings) and Qwen3 (q/k norm).
+"""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor
+
+from training.base_model import BaseModel, module_name
+from training.layout import Stage
+
+
+def padded_vocab_size(base: BaseModel, tp: int) -> int:
+    """Vocabulary rounded up to a multiple of tp."""
+    return -(-base.vocab_size // tp) * tp
+
+
+class StageWeights:
+    """Reads one rank's part of the base model; `stage_tensors` names them as Megatron does."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.base = stage.base
+        self.tp = stage.tp
+        self.tp_rank = stage.tp_rank
+        self._files: dict[Path, object] = {}
+
+    def stage_tensors(self) -> dict[str, Tensor]:
+        """Megatron parameter name -> tensor, for the layers of this stage (and embedding and head at the ends)."""
+        tensors: dict[str, Tensor] = {}
+        if self.stage.position.is_first_stage:
+            tensors["embedding.word_embeddings.weight"] = self._vocab_rows("model.embed_tokens.weight")
+        if self.stage.position.is_last_stage:
+            tensors["decoder.final_layernorm.weight"] = self._whole("model.norm.weight")
+            if not (self.base.tied_embeddings and self.stage.position.is_first_stage):
+                head = "model.embed_tokens.weight" if self.base.tied_embeddings else "lm_head.weight"
+                tensors["output_layer.weight"] = self._vocab_rows(head)
+        for index, layer in enumerate(self.stage.layers):
+            for name, tensor in self._layer_tensors(layer).items():
+                tensors[f"decoder.layers.{index}.{name}"] = tensor
+        return tensors
+
+    def _layer_tensors(self, layer: int) -> dict[str, Tensor]:
+        def part(target: str, suffix: str = "weight", dim: int = 0) -> Tensor:
+            return self._part(f"{module_name(layer, target)}.{suffix}", dim)
+
+        prefix = f"model.layers.{layer}."
+        tensors = {
+            "self_attention.linear_qkv.weight": self._fuse_qkv(part("q_proj"), part("k_proj"), part("v_proj")),
+            "self_attention.linear_proj.weight": part("o_proj", dim=1),
+            "mlp.linear_fc1.weight": torch.cat([part("gate_proj"), part("up_proj")]),
+            "mlp.linear_fc2.weight": part("down_proj", dim=1),
+            "input_layernorm.weight": self._whole(prefix + "input_layernorm.weight"),
+            "pre_mlp_layernorm.weight": self._whole(prefix + "post_attention_layernorm.weight"),
+        }
+        if self.base.has_qkv_bias:
+            tensors["self_attention.linear_qkv.bias"] = self._fuse_qkv(
+                part("q_proj", "bias"), part("k_proj", "bias"), part("v_proj", "bias")
+            )
+        if self.base.has_qk_norm:
+            tensors["self_attention.q_layernorm.weight"] = self._whole(prefix + "self_attn.q_norm.weight")
+            tensors["self_attention.k_layernorm.weight"] = self._whole(prefix + "self_attn.k_norm.weight")
+        return tensors
+
+    def _fuse_qkv(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        num_groups = self.base.num_kv_heads // self.tp
+        rest = query.shape[1:]
+        parts = [tensor.view(num_groups, -1, *rest) for tensor in (query, key, value)]
+        return torch.cat(parts, 1).reshape(-1, *rest)
+
+    def _vocab_rows(self, name: str) -> Tensor:
+        rows = padded_vocab_size(self.base, self.tp) // self.tp
+        start = min(self.tp_rank * rows, self.base.vocab_size)
+        stop = min(start + rows, self.base.vocab_size)
+        tensor = self._slice(name)[start:stop]
+        return F.pad(tensor, (0, 0, 0, rows - tensor.shape[0]))
+
+    def _part(self, name: str, dim: int) -> Tensor:
+        tensor = self._slice(name)
+        size = tensor.get_shape()[dim] // self.tp
+        start = self.tp_rank * size
+        return tensor[start : start + size] if dim == 0 else tensor[:, start : start + size]
+
+    def _whole(self, name: str) -> Tensor:
+        return self._slice(name)[:]
+
+    def _slice(self, name: str):  # noqa: ANN202 - safetensors ships no types
+        path = self.base.tensor_files[name]
+        if path not in self._files:
+            self._files[path] = safe_open(path, framework="pt")
+        return self._files[path].get_slice(name)

@@ -1,0 +1,145 @@
+"""One rank of the fleet: builds its stage, then carries out the controller's commands in order.
+
+Commands are `train` (one step plan: forward, backward, sync, update, report), `save` (write canonical tensors below a
+folder) and `stop`. Every rank answers every command with one report. A rank that fails reports why and exits; the agent
+then ends the others.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from data_prep.collate import collate
+from data_prep.token_file import TokenFile
+from planning.config import Backend
+from planning.step_plan import StepPlan
+from training.adapter_state import CanonicalWriter, load_tenant
+from training.adapters import Adapter, initial_tensor
+from training.base_model import read_base_model
+from training.config import TenantConfig
+from training.fleet_spec import FAILURE_KEY, READY, SPEC_KEY, FleetSpec, command_key, log_path, report_key
+from training.gradient_sync import GradientSync
+from training.layout import FleetLayout, Stage
+from training.megatron_model import ReplicaModel, create_replica_groups
+from training.optimiser import JointOptimiser, TenantOptimiser
+from training.processes import connect_store
+
+NEXT_COMMAND_TIMEOUT = timedelta(days=365)  # the agent ends ranks whose controller is gone
+
+
+class Worker:
+    """State of one rank: its stage of the model, the tenants' adapters and optimisers."""
+
+    def __init__(self, spec: FleetSpec, rank: int, device: str) -> None:
+        self.rank = rank
+        base = read_base_model(spec.base_model)
+        layout = FleetLayout(spec.replicas, base.num_layers)
+        self.stage = Stage(base, layout, rank, device)
+        groups = create_replica_groups(layout, rank, dist.get_backend())
+        control_group = dist.group.WORLD if device == "cpu" else dist.new_group(backend="gloo")
+        self.optimisers = {tenant.name: _tenant_optimiser(spec, tenant, self.stage) for tenant in spec.tenants}
+        adapters = {name: optimiser.adapter for name, optimiser in self.optimisers.items()}
+        self.model = ReplicaModel(self.stage, groups, adapters, spec.base_model.dtype)
+        self.sync = GradientSync(self.stage, adapters)
+        self.optimiser = JointOptimiser(self.optimisers, self.stage, control_group)
+        self.writer = CanonicalWriter(self.stage, control_group)
+        self.token_files = {name: TokenFile(path) for name, path in spec.token_paths.items()}
+
+    def train(self, plan: StepPlan) -> dict:
+        """One step. The report: busy seconds of forward and backward, weighted losses, and (rank 0) the updates."""
+        replica = self.stage.position.replica.index
+        chunks = [chunk for wave in plan.waves for job in wave.jobs for member in job.members
+                  if member.replica == replica for chunk in member.chunks]  # fmt: skip
+        loss_weights = {tenant: 1.0 / count for tenant, count in plan.supervised_tokens.items()}
+        start = time.perf_counter()
+        losses = self.model.forward_backward([collate(chunk, self.token_files, loss_weights) for chunk in chunks])
+        busy_seconds = time.perf_counter() - start
+        tenants = sorted(plan.supervised_tokens)
+        self.sync(tenants)
+        updates = self.optimiser.step(tenants)
+        return {
+            "replica": replica,
+            "busy_seconds": busy_seconds,
+            "losses": losses if self.stage.position.reports_loss else {},
+            "updates": {
+                name: {"grad_norm": update.grad_norm, "skipped": update.skipped} for name, update in updates.items()
+            },
+        }
+
+    def save(self, folder: Path) -> dict:
+        self.writer.write(folder, self.optimisers)
+        return {}
+
+    def serve(self, store: dist.Store) -> None:
+        """Answer commands until told to stop."""
+        store.set(report_key(READY, self.rank), "{}")
+        number = READY
+        command = {"kind": "ready"}
+        while command["kind"] != "stop":
+            number += 1
+            store.wait([command_key(number)], NEXT_COMMAND_TIMEOUT)
+            command = json.loads(store.get(command_key(number)))
+            report = self._carry_out(command)
+            store.set(report_key(number, self.rank), json.dumps(report))
+
+    def _carry_out(self, command: dict) -> dict:
+        match command["kind"]:
+            case "train":
+                return self.train(StepPlan.from_json(command["plan"]))
+            case "save":
+                return self.save(Path(command["folder"]))
+            case "stop":
+                return {}
+            case unknown:
+                raise ValueError(f"unknown command {unknown!r}")
+
+
+def _tenant_optimiser(spec: FleetSpec, tenant: TenantConfig, stage: Stage) -> TenantOptimiser:
+    if spec.checkpoint is not None:
+        return load_tenant(spec.checkpoint, tenant, spec.num_updates[tenant.name], stage)
+    adapter = Adapter(tenant.name, tenant.adapter, stage, lambda key: initial_tensor(stage.base, tenant, key))
+    return TenantOptimiser(adapter, tenant.optimiser)
+
+
+def join_world(spec: FleetSpec, store: dist.Store, rank: int, local_rank: int) -> str:
+    """Join the fleet's world; returns this rank's device. `auto` takes NCCL where CUDA is, gloo on the CPU elsewhere."""
+    use_nccl = spec.backend is Backend.NCCL or (spec.backend is Backend.AUTO and torch.cuda.is_available())
+    device = f"cuda:{local_rank}" if use_nccl else "cpu"
+    if use_nccl:
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group(
+        "nccl" if use_nccl else "gloo",
+        store=dist.PrefixStore("world", store),
+        rank=rank,
+        world_size=spec.world_size,
+        timeout=timedelta(seconds=spec.step_timeout_seconds),
+    )
+    return device
+
+
+def run_rank(host: str, port: int, generation: int, rank: int, local_rank: int) -> int:
+    """Life of one rank, from connecting to its exit code. Called in a fresh fork of the agent."""
+    store = connect_store(host, port, generation)
+    spec = FleetSpec.model_validate_json(store.get(SPEC_KEY))
+    spec.log_dir.mkdir(parents=True, exist_ok=True)
+    with log_path(spec.log_dir, rank).open("a") as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    try:
+        device = join_world(spec, store, rank, local_rank)
+        Worker(spec, rank, device).serve(store)
+    except Exception as error:  # noqa: BLE001 - the rim of the process: everything is reported, nothing continues
+        traceback.print_exc()
+        failure = {"rank": rank, "message": f"rank {rank}: {type(error).__name__}: {error}"}
+        with contextlib.suppress(RuntimeError):  # the store is gone with its controller
+            store.compare_set(FAILURE_KEY, "", json.dumps(failure))
+        return 1
+    return 0
