@@ -29,6 +29,23 @@ NO_GENERATION_PROMPT = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{% endfor %}"
 )
+EOS_AT_THE_END = (  # the shape of Phi-4's template
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + message.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% else %}{{ eos_token }}{% endif %}"
+)
+THINKING_PROMPT = (  # the shape of DeepSeek-R1's template
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %}{{ '<|im_start|>' +"
+    " message.content + eos_token }}{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|><think>\\n' }}{% endif %}"
+)
+INSTRUCTIONS = (  # the shape of Mistral's template: no header, no generation prompt
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %}{{ ' ' + message.content +"
+    " eos_token }}{% else %}{{ '[INST] ' + message.content + ' [/INST]' }}{% endif %}{% endfor %}"
+)
+TEXT_ONLY = (
+    "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
 NUMBERED = "{% for message in messages %}{{ messages | length }}: {{ message.content }}\n{% endfor %}"
 
 
@@ -112,6 +129,37 @@ def test_a_think_block_that_only_the_last_turn_has_is_masked_from_the_full_rende
     assert supervised_texts(folder, sequence) == [SAID[0], "<think>\n\n</think>\n\n" + SAID[1]]
     oracle = PreTrainedTokenizerFast.from_pretrained(folder)
     assert list(sequence.input_ids) == oracle.apply_chat_template(list(TALK))["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (EOS_AT_THE_END, ["<|im_end|>", "<|im_end|></s>"]),
+        (THINKING_PROMPT, ["</s>", "</s>"]),
+        (INSTRUCTIONS, ["</s>", "</s>"]),
+        (TEXT_ONLY, ["\n", "\n"]),
+    ],
+)
+def test_only_what_the_assistant_says_is_supervised_whatever_the_template_does_at_its_end(
+    changed_tokenizer, template, ends
+):
+    folder = changed_tokenizer(template)
+    sequence = encode_chat(load_tokenizer(folder), TALK)
+    texts = [text.lstrip(" ") for text in supervised_texts(folder, sequence)]
+    assert texts == [TALK[2]["content"] + ends[0], TALK[4]["content"] + ends[1]]
+    oracle = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert list(sequence.input_ids) == oracle.apply_chat_template(list(TALK))["input_ids"]
+
+
+def test_a_turn_that_never_ends_in_the_full_render_is_refused_not_run_into_the_next_one(changed_tokenizer):
+    # The end-of-turn token closes user turns and the last assistant turn, but no earlier assistant turn.
+    template = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + message.content }}"
+        "{% if message.role != 'assistant' or loop.last %}{{ '<|im_end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+    )
+    with pytest.raises(RowError, match="cannot be located"):
+        encode_chat(load_tokenizer(changed_tokenizer(template)), TALK)
 
 
 def test_an_end_of_turn_token_inside_a_turn_that_the_template_rewrites_refuses_the_row(changed_tokenizer):
