@@ -21,12 +21,10 @@ from planning.bucketing import buckets_from, choose_uppers
 from planning.cost import chunk_seconds, replica_seconds
 from planning.errors import PlanInfeasibleError
 from planning.local_search import improve
-from planning.shares import CostTable, cost_table, shares
-from planning.split_lp import Split, SplitSolver
+from planning.shares import cost_table
+from planning.split_lp import SplitSolver
 from planning.types import Candidate, Chunk, Dispatch, ParallelConfig, Replica, SequenceRef
 
-BOUND_TOLERANCE = 1e-3  # relative width of the interval of T at which the linear programs stop
-MAX_PROGRAMS = 8
 GOOD_ENOUGH = 1e-4  # relative distance to the bound at which the local search stops
 
 _by_length = attrgetter("num_tokens", "tenant", "row")
@@ -69,6 +67,11 @@ class Dispatcher:
         self._max_search_moves = max_search_moves
         self._solver = SplitSolver()
 
+    @property
+    def num_gpus(self) -> np.ndarray:
+        """GPUs of each replica (R)."""
+        return np.array([replica.config.num_gpus for replica in self._replicas])
+
     def dispatch(self, sequences: Sequence[SequenceRef]) -> Dispatch:
         """All sequences, each in exactly one chunk; replicas in the order given. No sequences give empty replicas.
 
@@ -88,36 +91,11 @@ class Dispatcher:
     def assign(self, batch: BucketCounts) -> tuple[Load, float]:
         """Whole sequences per replica and bucket, and a lower bound of the makespan for these buckets (seconds)."""
         table = cost_table(self._groups, batch.uppers)
-        split, chunk_IJ, bound = self.split(table, batch.counts)
-        load = first_load(table, chunk_IJ, whole_quotas(split.part, batch.counts), self._group_R)
-        improve(load, self._max_search_moves, bound * (1 + GOOD_ENOUGH))
-        return load, bound
-
-    def split(self, table: CostTable, counts_J: np.ndarray) -> tuple[Split, np.ndarray, float]:
-        """The fractional optimum: its split, the sequences per chunk it assumes, and the makespan's lower bound.
-
-        For load r(T) (`shares`), T * min(1, r(T)) is a bound, and T and T * r(T) enclose the fixed point r(T) = 1.
-        Without pipelines r(T) is proportional to 1/T, so the first program is exact.
-        """
-        step_seconds = bound = self._least_step_seconds(table, counts_J)
-        for _ in range(MAX_PROGRAMS):
-            share, chunk_IJ = shares(table, step_seconds)
-            split = self._solver.solve(share, self._num_replicas_I, counts_J)
-            if not table.depth.any():
-                return split, chunk_IJ, max(bound, step_seconds * split.load)
-            bound = max(bound, step_seconds * min(1.0, split.load))
-            if abs(split.load - 1) < BOUND_TOLERANCE:
-                break
-            step_seconds = max(bound, step_seconds * split.load)
-        return split, chunk_IJ, bound
-
-    def _least_step_seconds(self, table: CostTable, counts_J: np.ndarray) -> float:
-        """A lower bound without a program: the work's GPU seconds over the GPUs, and the longest sequence alone."""
-        least = table.least_seconds
-        gpu_seconds = counts_J @ (table.num_gpus[:, None] * least).min(axis=0)
-        alone = (table.depth[:, None] + 1) * (table.fixed[:, None] + table.variable)
-        longest = np.where(table.capacity > 0, alone, np.inf).min(axis=0).max()
-        return max(float(gpu_seconds / (self._num_replicas_I @ table.num_gpus)), float(longest))
+        shortest = self._solver.shortest_step(table, self._num_replicas_I, batch.counts)
+        quotas_IJ = whole_quotas(shortest.split.part, batch.counts)
+        load = first_load(table, shortest.chunk, quotas_IJ, self._group_R)
+        improve(load, self._max_search_moves, shortest.lower_bound_seconds * (1 + GOOD_ENOUGH))
+        return load, shortest.lower_bound_seconds
 
     def _check_longest(self, longest: SequenceRef) -> None:
         roomiest = max(self._groups, key=lambda candidate: candidate.max_chunk_tokens)

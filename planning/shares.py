@@ -21,6 +21,9 @@ import numpy as np
 
 from planning.types import Candidate
 
+BISECTION_TOLERANCE = 1e-4
+ROUNDING = 1e-9  # a sequence that alone takes exactly T still fits into T
+
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
@@ -68,23 +71,27 @@ def shares(table: CostTable, step_seconds: float) -> tuple[np.ndarray, np.ndarra
         q = np.maximum(whole, 1.0)
         seconds = fixed + table.variable * q
         left = step_seconds - depth * seconds
-        usable = (table.capacity > 0) & (left > 0) & (step_seconds >= seconds * (depth + 1))
+        usable = (table.capacity > 0) & (left > 0) & (step_seconds * (1 + ROUNDING) >= seconds * (depth + 1))
         value = np.where(usable, seconds / (q * np.where(usable, left, 1.0)), np.inf)
         chunk = np.where(value < share, q.astype(np.int64), chunk)
         share = np.minimum(value, share)
     return share, chunk
 
 
-def shortest_step(table: CostTable, demand_J: np.ndarray, num_gpus: int) -> float:
-    """Seconds of the step if GPUs could be split into fractions of replicas: a lower bound for any plan.
+def longest_alone(table: CostTable, present_I: np.ndarray) -> float:
+    """Seconds of the longest sequence alone on the configuration that is fastest for it; infinite if none holds it."""
+    alone = (table.depth[:, None] + 1) * (table.fixed[:, None] + table.variable)
+    return float(np.where(table.capacity > 0, alone, np.inf)[present_I].min(axis=0).max())
 
-    The smallest T with `sum_j demand_j min_i num_gpus_i share_ij(T) <= num_gpus`, found from below by bisection.
-    Returns infinity when some length fits nowhere.
+
+def fractional_step(table: CostTable, demand_J: np.ndarray, num_gpus: int) -> float:
+    """Seconds of the step if GPUs could be split into fractions of replicas.
+
+    The smallest T with `sum_j demand_j min_i num_gpus_i share_ij(T) <= num_gpus`, found by bisection. Every length
+    must fit on some configuration.
     """
-    if (table.capacity.max(axis=0) == 0).any():
-        return np.inf
     gpu_seconds = (table.num_gpus[:, None] * table.least_seconds).min(axis=0)
-    low = high = float(demand_J @ gpu_seconds) / num_gpus
+    low = high = max(float(demand_J @ gpu_seconds) / num_gpus, longest_alone(table, np.full(len(table.depth), True)))
 
     def too_short(seconds: float) -> bool:
         share, _ = shares(table, seconds)
@@ -92,7 +99,7 @@ def shortest_step(table: CostTable, demand_J: np.ndarray, num_gpus: int) -> floa
 
     while too_short(high):
         low, high = high, 2 * high
-    while high - low > 1e-4 * high:
+    while high - low > BISECTION_TOLERANCE * high:
         middle = (low + high) / 2
         low, high = (middle, high) if too_short(middle) else (low, middle)
-    return low
+    return high

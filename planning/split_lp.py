@@ -1,4 +1,4 @@
-"""Linear program of one step: how the buckets split over the replica groups.
+"""Linear program of one step, for given replicas: how the buckets split over the groups, and how long it takes.
 
 Data       demand_J sequences per bucket; share_IJ part of a replica's step per sequence (`planning.shares`);
            num_replicas_I.
@@ -17,6 +17,11 @@ import highspy
 import numpy as np
 from highspy._core import _Highs
 
+from planning.shares import CostTable, longest_alone, shares
+
+STEP_TOLERANCE = 1e-3  # relative width of the interval of T at which the programs stop
+MAX_PROGRAMS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Split:
@@ -30,6 +35,16 @@ class Split:
     price: np.ndarray
 
 
+@dataclass(frozen=True, slots=True)
+class ShortestStep:
+    """The fractional optimum: its split, the sequences per chunk (I, J) that it assumes, T, and T's lower bound."""
+
+    split: Split
+    chunk: np.ndarray
+    step_seconds: float
+    lower_bound_seconds: float
+
+
 class SplitSolver:
     """HiGHS with presolve off, kept between solves; nothing of one solve reaches the next."""
 
@@ -38,6 +53,26 @@ class SplitSolver:
         self._highs.setOptionValue("output_flag", False)
         self._highs.setOptionValue("presolve", "off")
         self._highs.setOptionValue("threads", 1)
+
+    def shortest_step(self, table: CostTable, num_replicas_I: np.ndarray, demand_J: np.ndarray) -> ShortestStep:
+        """The shortest step of these replicas, fractions of sequences allowed.
+
+        For load r(T) (`planning.shares`), T * min(1, r(T)) is a bound, and T and T * r(T) enclose the fixed point
+        r(T) = 1. Without pipelines r(T) is proportional to 1 / T, so the first program is exact.
+        """
+        step_seconds = bound = _least_step_seconds(table, num_replicas_I, demand_J)
+        pipelined = table.depth[num_replicas_I > 0].any()
+        for _ in range(MAX_PROGRAMS):
+            share, chunk = shares(table, step_seconds)
+            split = self.solve(share, num_replicas_I, demand_J)
+            if not pipelined:
+                bound = max(bound, step_seconds * split.load)
+                return ShortestStep(split, chunk, bound, bound)
+            bound = max(bound, step_seconds * min(1.0, split.load))
+            if abs(split.load - 1) < STEP_TOLERANCE:
+                break
+            step_seconds = max(bound, step_seconds * split.load)
+        return ShortestStep(split, chunk, step_seconds, bound)
 
     def solve(self, share_IJ: np.ndarray, num_replicas_I: np.ndarray, demand_J: np.ndarray) -> Split:
         """The split of least load. Every bucket needs a group with a finite share and at least one replica."""
@@ -55,6 +90,13 @@ class SplitSolver:
         price_J = np.where(usable, prices_I[:, None] * np.where(usable, share_IJ, 0.0), np.inf).min(axis=0)
         price_J /= prices_I @ num_replicas_I
         return Split(part / part.sum(axis=0), float(demand_J @ price_J), price_J)
+
+
+def _least_step_seconds(table: CostTable, num_replicas_I: np.ndarray, demand_J: np.ndarray) -> float:
+    """A lower bound without a program: the work's GPU seconds over the GPUs, and the longest sequence alone."""
+    present = num_replicas_I > 0
+    gpu_seconds = demand_J @ (table.num_gpus[:, None] * table.least_seconds)[present].min(axis=0)
+    return max(float(gpu_seconds / (num_replicas_I @ table.num_gpus)), longest_alone(table, present))
 
 
 def _model(load: np.ndarray, group: np.ndarray, bucket: np.ndarray, num_replicas_I: np.ndarray) -> highspy.HighsLp:

@@ -91,6 +91,17 @@ class Replica:
         return range(self.first_rank, self.first_rank + self.config.num_gpus)
 
 
+def replicas_of(groups: tuple[ReplicaGroup, ...]) -> tuple[Replica, ...]:
+    """Replicas in rank order, group after group, equal replicas next to each other."""
+    replicas: list[Replica] = []
+    first_rank = 0
+    for group in groups:
+        for _ in range(group.num_replicas):
+            replicas.append(Replica(len(replicas), group.config, first_rank))
+            first_rank += group.config.num_gpus
+    return tuple(replicas)
+
+
 @dataclass(frozen=True, slots=True)
 class PlanAlternative:
     """Another deployment that the planner weighed, with its mean step seconds on the sampled batches."""
@@ -127,13 +138,7 @@ class DeploymentPlan:
     @property
     def replicas(self) -> tuple[Replica, ...]:
         """Replicas in rank order; groups in the order of the plan, equal replicas next to each other."""
-        replicas: list[Replica] = []
-        first_rank = 0
-        for group in self.groups:
-            for _ in range(group.num_replicas):
-                replicas.append(Replica(len(replicas), group.config, first_rank))
-                first_rank += group.config.num_gpus
-        return tuple(replicas)
+        return replicas_of(self.groups)
 
     def __str__(self) -> str:
         return " + ".join(f"{group.config}x{group.num_replicas}" for group in self.groups)

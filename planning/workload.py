@@ -53,10 +53,17 @@ class Workload:
         weights = np.concatenate([t.batch_size * t.counts / t.counts.sum() for t in self.tenants])
         return lengths, np.bincount(position, weights=weights, minlength=len(lengths))
 
+    def sample_lengths(self, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+        """Lengths of one joint batch, one array of `batch_size` per tenant."""
+        return tuple(
+            rng.choice(tenant.lengths, size=tenant.batch_size, p=tenant.counts / tenant.counts.sum())
+            for tenant in self.tenants
+        )
+
     def sample_step(self, rng: np.random.Generator) -> list[SequenceRef]:
         """One joint batch, `batch_size` sequences of each tenant; rows are numbered from 0 within the tenant."""
-        sequences: list[SequenceRef] = []
-        for tenant in self.tenants:
-            drawn = rng.choice(tenant.lengths, size=tenant.batch_size, p=tenant.counts / tenant.counts.sum())
-            sequences += [SequenceRef(tenant.name, row, num_tokens) for row, num_tokens in enumerate(drawn.tolist())]
-        return sequences
+        return [
+            SequenceRef(tenant.name, row, num_tokens)
+            for tenant, lengths in zip(self.tenants, self.sample_lengths(rng), strict=True)
+            for row, num_tokens in enumerate(lengths.tolist())
+        ]

@@ -1,0 +1,86 @@
+"""Deployment plan: how many replicas of which configuration (paper, section 4.1 and appendix D, Eq. 1 and 2).
+
+1. `deployment_search` proposes plans for the expected batch, by integer programs and their neighbours;
+2. `plan_ranking` lets the integer dispatcher run the best of them on sampled batches;
+3. `deployment_bound` says how far from the best possible plan the winner can be.
+
+GPUs may stay unused when that is as fast. The plan is deterministic: searches count, they do not look at a clock.
+"""
+
+import time
+
+import numpy as np
+
+from planning.bucketing import choose_uppers
+from planning.candidates import Candidates
+from planning.config import PlannerConfig
+from planning.deployment_bound import makespan_bound
+from planning.deployment_search import ExpectedPlan, promising_plans
+from planning.errors import PlanInfeasibleError
+from planning.plan_ranking import race, sample_batches
+from planning.shares import cost_table
+from planning.types import Candidate, DeploymentPlan, PlanAlternative, ReplicaGroup
+from planning.workload import Workload
+
+NUM_RANKED = 10  # plans that the integer dispatcher runs
+
+
+def longest_sequence_tokens(candidates: Candidates) -> int:
+    """The longest sequence that any candidate holds, in tokens."""
+    return candidates.roomiest.max_chunk_tokens
+
+
+def plan_deployment(
+    workload: Workload, candidates: Candidates, num_gpus: int, planner: PlannerConfig
+) -> DeploymentPlan:
+    """The plan with the shortest mean step on sampled batches among those proposed, and its certificate.
+
+    `lower_bound_seconds` bounds the expected step of any plan (`deployment_bound`). Raises PlanInfeasibleError when
+    the longest sequence fits on no candidate of at most `num_gpus` GPUs.
+    """
+    start = time.perf_counter()
+    usable = _usable(workload, candidates, num_gpus)
+    lengths, counts = workload.expected_counts()
+    uppers = choose_uppers(lengths, counts, planner.num_buckets)
+    demand = np.bincount(np.searchsorted(uppers, lengths), weights=counts)
+    promising = promising_plans(cost_table(usable, uppers), demand, num_gpus)[:NUM_RANKED]
+    by_config = {candidate.config: candidate for candidate in usable}
+    batches = sample_batches(workload, planner)
+    winner, *others = race([_groups(plan, usable) for plan in promising], batches, by_config, planner)
+    shares = winner.tenant_gpu_seconds(num_gpus).tolist()
+    bound = makespan_bound(workload, usable, num_gpus)
+    return DeploymentPlan(
+        groups=winner.groups,
+        num_gpus=num_gpus,
+        predicted_step_seconds=winner.mean_seconds,
+        lower_bound_seconds=bound,
+        solve_seconds=time.perf_counter() - start,
+        tenant_gpu_seconds={tenant.name: part for tenant, part in zip(workload.tenants, shares, strict=True)},
+        pruned=candidates.pruned,
+        alternatives=tuple(PlanAlternative(trial.groups, trial.mean_seconds) for trial in others),
+    )
+
+
+def _usable(workload: Workload, candidates: Candidates, num_gpus: int) -> tuple[Candidate, ...]:
+    """The candidates of at most `num_gpus` GPUs, once one of them holds the longest sequence."""
+    usable = tuple(candidate for candidate in candidates.usable if candidate.config.num_gpus <= num_gpus)
+    if not usable:
+        smallest = min(candidate.config.num_gpus for candidate in candidates.usable)
+        raise PlanInfeasibleError(f"no candidate fits on {num_gpus} GPUs; raise cluster.num_gpus to {smallest}")
+    roomiest = Candidates(usable).roomiest
+    if workload.longest_tokens > roomiest.max_chunk_tokens:
+        raise PlanInfeasibleError(
+            f"longest sequence has {workload.longest_tokens} tokens (tenant {workload.longest_tenant}), but the "
+            f"roomiest candidate {roomiest.config} holds {roomiest.max_chunk_tokens}; raise cluster.num_gpus, "
+            f"planner.max_tp or cluster.memory_per_gpu_gib, or set tenants[].dataset.max_length <= "
+            f"{roomiest.max_chunk_tokens}"
+        )
+    return usable
+
+
+def _groups(plan: ExpectedPlan, usable: tuple[Candidate, ...]) -> tuple[ReplicaGroup, ...]:
+    """The groups of a plan, largest tp first: blocks of falling powers of two never straddle a node."""
+    groups = [
+        ReplicaGroup(candidate.config, count) for candidate, count in zip(usable, plan.counts, strict=True) if count
+    ]
+    return tuple(sorted(groups, key=lambda group: group.config, reverse=True))
