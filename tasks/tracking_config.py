@@ -1,0 +1,31 @@
+"""The section of a run file that says where a run is tracked. No mlflow import: the command line validates with it."""
+
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
+
+from planning.config import Section
+
+TRACKING_SCHEMES = ("sqlite", "http", "https")
+
+
+class TrackingConfig(Section):
+    """MLflow, as a SQLite file or as a tracking server (which keeps its runs in PostgreSQL, for many writers)."""
+
+    mlflow_uri: Annotated[str, Field(title="MLflow: sqlite:///file, or http(s):// address of a tracking server")] = (
+        "sqlite:///mlflow.db"
+    )
+    experiment: Annotated[str, Field(min_length=1, title="MLflow experiment")] = "lobra"
+    enabled: Annotated[bool, Field(title="Track the run in MLflow")] = True
+
+    @field_validator("mlflow_uri")
+    @classmethod
+    def _a_store_that_lasts(cls, uri: str) -> str:
+        scheme = urlsplit(uri).scheme
+        if scheme not in TRACKING_SCHEMES:
+            raise ValueError(
+                f"MLflow store {uri!r} is not supported (plain folders are MLflow's retired file store); "
+                "give sqlite:///mlflow.db or the http(s):// address of a tracking server"
+            )
+        return uri
