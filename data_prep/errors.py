@@ -8,9 +8,10 @@ class DatasetError(InputError):
 
 
 class RowError(InputError):
-    """One row cannot be trained on: `reason` is counted and shown, `detail` goes into the rejects file only."""
+    """One row cannot be trained on: `reason` is counted and shown, `detail` may hold row text and goes into the
+    rejects file only."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(reason, detail)
+        super().__init__(reason)
         self.reason = reason
         self.detail = detail

@@ -1,5 +1,7 @@
 """Oracles: transformers renders and tokenises the same rows on its own."""
 
+import pickle
+
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -185,9 +187,17 @@ def test_a_conversation_that_the_assistant_opens_is_supervised_from_its_content(
     assert supervised_texts(folder, encode_chat(load_tokenizer(folder), messages)) == ["Hello.<|im_end|>", *SAID]
 
 
-def test_a_template_that_rewrites_every_turn_is_refused_with_the_remedy(changed_tokenizer):
+@pytest.mark.parametrize(
+    "template",
+    [
+        NUMBERED,
+        "{{ messages | length }}{% for message in messages %}{{ message.content + '<|im_end|>' }}{% endfor %}",
+        "{% for message in messages %}{{ (message.content | upper) + '<|im_end|>' }}{% endfor %}",
+    ],
+)
+def test_a_template_that_rewrites_turns_beyond_recognition_is_refused_with_the_remedy(changed_tokenizer, template):
     with pytest.raises(RowError, match=r"mark them with \{% generation %\}"):
-        encode_chat(load_tokenizer(changed_tokenizer(NUMBERED)), TALK)
+        encode_chat(load_tokenizer(changed_tokenizer(template)), TALK)
 
 
 def test_messages_without_a_chat_template_are_refused_with_the_remedy(changed_tokenizer):
@@ -245,3 +255,9 @@ def test_an_overlong_row_under_the_error_policy_stops_with_row_length_and_remedy
 def test_spans_that_no_loss_could_use_cannot_be_built(spans):
     with pytest.raises(ValueError, match="loss spans"):
         EncodedSequence((1, 2, 3, 4), spans)
+
+
+def test_row_errors_travel_between_processes_and_show_no_row_text():
+    error = pickle.loads(pickle.dumps(RowError("chat template refuses the conversation", "hunter2")))
+    assert (error.reason, error.detail) == ("chat template refuses the conversation", "hunter2")
+    assert "hunter2" not in str(error)
