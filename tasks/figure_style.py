@@ -8,14 +8,17 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-# Paul Tol's "bright" and "muted" schemes without grey: told apart with every common colour blindness.
+# Paul Tol's "vibrant" scheme and the darker half of his "muted" one: told apart with every common colour blindness,
+# and dark enough for text on white.
 COLOURS = (
-    "#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377",
-    "#332288", "#DDCC77", "#117733", "#882255", "#44AA99", "#999933",
+    "#0077BB", "#EE7733", "#009988", "#AA3377", "#33BBEE", "#CC3311",
+    "#332288", "#997700", "#117733", "#EE3377", "#44AA99", "#882255",
 )  # fmt: skip
+LINE_STYLES = ("-", "--", ":", "-.")  # the second dozen of tenants is dashed, and so on
+REPLICA_BLUES = ("#5E92C4", "#3A72A8", "#25547F", "#153A5B", "#0A2239")  # the more GPUs, the darker
 INK = "#2B2B2B"
 FAINT_INK = "#6B6B6B"
-IDLE = "#EDEDED"
+IDLE = "#E3E5E8"
 GRID = "#E2E2E2"
 DOTS_PER_INCH = 150
 
@@ -39,7 +42,7 @@ def style(axes: Axes, x_label: str = "", y_label: str = "", title: str = "") -> 
     """Thin axes at left and bottom, a faint grid behind the data, and a heading at the left."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT_INK)
-    axes.tick_params(colors=FAINT_INK, labelsize=9)
+    axes.tick_params(which="both", colors=FAINT_INK, labelsize=9)
     axes.grid(True, axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.set_xlabel(x_label, color=FAINT_INK, fontsize=9.5)
@@ -55,6 +58,30 @@ def whole_steps(axes: Axes) -> None:
 def tenant_colours(tenants: Iterable[str]) -> dict[str, str]:
     """A colour per tenant, the same in every figure of one run; after twelve tenants they begin again."""
     return {tenant: COLOURS[index % len(COLOURS)] for index, tenant in enumerate(sorted(set(tenants)))}
+
+
+def tenant_line_styles(tenants: Iterable[str]) -> dict[str, str]:
+    """A line style per tenant, which tells tenants of equal colour apart."""
+    ordered = enumerate(sorted(set(tenants)))
+    return {tenant: LINE_STYLES[index // len(COLOURS) % len(LINE_STYLES)] for index, tenant in ordered}
+
+
+def horizontal_bars(axes: Axes, values: Mapping[str, float], colours: Mapping[str, str], notes: Sequence[str]) -> None:
+    """A bar per name, the first on top, with a note at its end."""
+    positions = range(len(values))[::-1]
+    axes.barh(positions, list(values.values()), color=[colours[name] for name in values], height=0.68)
+    axes.set_yticks(positions, list(values))
+    axes.grid(False)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(0.0, 1.35 * max(values.values(), default=1.0))
+    for position, value, note in zip(positions, values.values(), notes, strict=True):
+        axes.text(value, position, f"  {note}", va="center", fontsize=8.5, color=INK)
+
+
+def short_number(value: float) -> str:
+    """Three digits, or all whole digits of a larger number."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def spread_apart(positions: Sequence[float], min_distance: float) -> list[float]:

@@ -6,36 +6,47 @@ the matplotlib figure that it saved.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch, Rectangle
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
 
 from planning.types import DeploymentPlan, Replica
 from tasks.figure_style import (
-    COLOURS,
     FAINT_INK,
     IDLE,
     INK,
+    REPLICA_BLUES,
+    horizontal_bars,
     label_line_ends,
     new_figure,
     save,
+    short_number,
     style,
     tenant_colours,
+    tenant_line_styles,
     whole_steps,
 )
 
 Records = Sequence[Mapping[str, Any]]
+Array = npt.NDArray[np.float64]
 
 GPUS_PER_ROW = 16
 NUM_LENGTH_BINS = 48
 MAX_LABELLED_LINES = 12
 NUM_ALTERNATIVES = 5
+NAME_WIDTH = 22  # characters per line of an alternative's name
 SMOOTHED_FROM_STEPS = 40
+ROW_FILL = 0.9  # part of a row that the longest busy time fills
+OTHER_PLAN = WAITING = "#CDD1D8"
+BUSY = REPLICA_BLUES[0]
 
 
 def histogram_figure(histogram: pl.DataFrame, bucket_borders: Sequence[int], path: Path) -> Figure:
@@ -76,19 +87,18 @@ def histogram_figure(histogram: pl.DataFrame, bucket_borders: Sequence[int], pat
 def plan_figure(plan: DeploymentPlan, path: Path) -> Figure:
     """Replicas as blocks over the reserved GPUs, what each tenant is expected to cost, and the plans that lost."""
     num_rows = -(-plan.num_gpus // GPUS_PER_ROW)
-    figure = new_figure(9.0, 3.3 + 0.75 * num_rows, f"Deployment plan: {plan}")
-    top, bottom = figure.subfigures(2, 1, height_ratios=[0.55 + 0.75 * num_rows, 2.6])
-    _draw_gpus(top.subplots(), plan)
-    left, right = bottom.subplots(1, 2)
-    _draw_tenant_costs(left, plan.tenant_gpu_seconds, "Expected GPU seconds of a step")
-    _draw_alternatives(right, plan)
+    figure = new_figure(9.5, 3.6 + 0.7 * num_rows, f"Deployment plan: {plan} on {plan.num_gpus} GPUs")
+    grid = figure.add_gridspec(2, 2, height_ratios=[0.7 * num_rows + 0.2, 2.4])
+    _draw_gpus(figure.add_subplot(grid[0, :]), plan)
+    _draw_tenant_costs(figure.add_subplot(grid[1, 0]), plan.tenant_gpu_seconds, "Expected cost of a step")
+    _draw_alternatives(figure.add_subplot(grid[1, 1]), plan)
     return save(figure, path)
 
 
 def loss_figure(records: Records, path: Path) -> Figure:
     """Loss of every tenant over the steps; long runs are smoothed, with the single steps behind in a lighter tone."""
     tenants = _tenants(records)
-    colours = tenant_colours(tenants)
+    colours, line_styles = tenant_colours(tenants), tenant_line_styles(tenants)
     figure = new_figure(8.5, 4.6, "Training loss by tenant")
     axes = figure.subplots()
     style(axes, "step", "loss (nats per supervised token)")
@@ -98,11 +108,10 @@ def loss_figure(records: Records, path: Path) -> Figure:
         if len(steps) >= SMOOTHED_FROM_STEPS:
             axes.plot(steps, losses, color=colours[tenant], linewidth=0.8, alpha=0.3)
             losses = _smoothed(losses)
-        axes.plot(steps, losses, color=colours[tenant], linewidth=2.0, label=tenant)
+        axes.plot(steps, losses, line_styles[tenant], color=colours[tenant], linewidth=2.0, label=tenant)
         if len(steps):
             axes.plot(steps[-1:], losses[-1:], "o", color=colours[tenant], markersize=4.5)
             ends[tenant] = (float(steps[-1]), float(losses[-1]))
-    axes.set_ylim(bottom=0.0)
     whole_steps(axes)
     if len(ends) <= MAX_LABELLED_LINES:
         label_line_ends(axes, ends, colours)
@@ -112,180 +121,161 @@ def loss_figure(records: Records, path: Path) -> Figure:
 
 
 def balance_figure(records: Records, path: Path) -> Figure:
-    """Busy seconds of every replica in every step, predicted and measured, and the imbalance that results."""
+    """Busy seconds of every replica in every step, predicted and measured; what it then waits for the slowest; and
+    the imbalance that results."""
     predicted_RS = np.array([record["predicted_replica_seconds"] for record in records]).T
     measured_RS = np.array([record["replica_seconds"] for record in records]).T
-    steps = np.array([record["step"] for record in records])
-    num_replicas = len(measured_RS)
-    figure = new_figure(8.5, 3.6 + 0.3 * min(num_replicas, 16) * 2, "Balance of the replicas")
-    rows = 0.3 * min(num_replicas, 16) + 0.5
-    top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=[rows, rows, 1.5])
+    num_replicas, num_steps = measured_RS.shape
+    first_step = records[0]["step"]
+    rows_height = min(0.75 * num_replicas, 10.0)
+    figure = new_figure(8.5, rows_height + 3.0, "Balance of the replicas")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[rows_height + 0.6, 1.4])
     longest_seconds = max(predicted_RS.max(), measured_RS.max())
-    extent = (steps[0] - 0.5, steps[-1] + 0.5, num_replicas - 0.5, -0.5)
-    for axes, seconds_RS, title in ((top, predicted_RS, "Predicted"), (middle, measured_RS, "Measured")):
-        image = axes.imshow(
-            seconds_RS,
-            aspect="auto",
-            extent=extent,
-            cmap="cividis",
-            vmin=0.0,
-            vmax=longest_seconds,
-            interpolation="none",
-        )
-        style(axes, y_label="replica", title=f"{title} busy seconds")
-        axes.grid(False)
-        axes.set_yticks(range(0, num_replicas, -(-num_replicas // 16)))
-    bar = figure.colorbar(image, ax=[top, middle], pad=0.01)
-    bar.set_label("busy seconds", color=FAINT_INK, fontsize=9.5)
-    bar.ax.tick_params(colors=FAINT_INK, labelsize=9)
-    style(bottom, "step", "imbalance", "Slowest replica against the mean (0 % is perfect)")
-    for seconds_RS, label, colour, width in (
-        (predicted_RS, "predicted", COLOURS[4], 1.6),
-        (measured_RS, "measured", COLOURS[0], 2.0),
-    ):
-        bottom.plot(
-            steps, seconds_RS.max(axis=0) / seconds_RS.mean(axis=0) - 1.0, label=label, color=colour, linewidth=width
-        )
-    bottom.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    bottom.set_ylim(bottom=0.0)
-    bottom.legend(frameon=False, fontsize=9, ncols=2, loc="upper right")
-    whole_steps(bottom)
+    edges = first_step - 0.5 + np.arange(num_steps + 1)
+    slowest_S = measured_RS.max(axis=0)
+    for replica, (predicted_S, measured_S) in enumerate(zip(predicted_RS, measured_RS, strict=True)):
+        base = num_replicas - 1 - replica
+        for seconds_S, colour in ((slowest_S, WAITING), (measured_S, BUSY)):
+            top.stairs(base + ROW_FILL * seconds_S / longest_seconds, edges, baseline=base, fill=True, color=colour)
+        top.stairs(base + ROW_FILL * predicted_S / longest_seconds, edges, baseline=None, color=INK, linewidth=1.3)
+    style(top, title=f"Busy seconds of each step (a full row is {short_number(longest_seconds / ROW_FILL)} s)")
+    top.grid(False)
+    top.spines["left"].set_visible(False)
+    top.tick_params(axis="y", length=0)
+    every = -(-num_replicas // 24)
+    top.set_yticks(
+        [num_replicas - 0.55 - replica for replica in range(0, num_replicas, every)],
+        [f"replica {replica}" for replica in range(0, num_replicas, every)],
+    )
+    top.set_ylim(0, num_replicas)
+    top.set_xlim(edges[0], edges[-1])
+    keys = [
+        Patch(color=BUSY, label="busy, measured"),
+        Patch(color=WAITING, label="waiting for the slowest"),
+        Line2D([], [], color=INK, linewidth=1.3, label="busy, predicted"),
+    ]
+    figure.legend(handles=keys, loc="outside upper right", ncols=3, frameon=False, fontsize=9)
+    _draw_imbalance(bottom, first_step + np.arange(num_steps), {"predicted": predicted_RS, "measured": measured_RS})
     return save(figure, path)
 
 
 def gpu_seconds_figure(records: Records, path: Path) -> Figure:
     """GPU seconds of every tenant: stacked over the steps (the top is the bill of the step), and in total."""
-    tenants = _tenants(records)
-    colours = tenant_colours(tenants)
+    totals, seconds = _gpu_seconds(records)
+    colours = tenant_colours(totals)
     steps = np.array([record["step"] for record in records])
-    seconds = {
-        tenant: np.array([record["tenants"].get(tenant, {"gpu_seconds": 0.0})["gpu_seconds"] for record in records])
-        for tenant in tenants
-    }
-    figure = new_figure(
-        9.5, 4.2, f"GPU seconds by tenant: {sum(map(np.sum, seconds.values())):,.0f} in {len(steps)} steps"
-    )
+    title = f"GPU seconds by tenant: {short_number(sum(totals.values()))} in {len(steps)} steps"
+    figure = new_figure(9.5, 4.2, title)
     left, right = figure.subplots(1, 2, width_ratios=[1.7, 1.0])
-    style(left, "step", "GPU seconds of the step", "Every step")
+    style(left, "step", "GPU seconds of the step", "Each step")
     edges = np.append(steps - 0.5, steps[-1] + 0.5)
     below = np.zeros(len(steps))
-    for tenant in tenants:
-        left.stairs(below + seconds[tenant], edges, baseline=below, fill=True, color=colours[tenant], label=tenant)
-        below = below + seconds[tenant]
+    for tenant in sorted(totals, key=lambda tenant: totals[tenant]):
+        above = below + seconds[tenant]
+        left.stairs(above, edges, baseline=below, fill=True, color=colours[tenant], label=tenant)
+        below = above
     left.set_xlim(edges[0], edges[-1])
     whole_steps(left)
-    _draw_tenant_costs(right, {tenant: float(seconds[tenant].sum()) for tenant in tenants}, "All steps")
+    _draw_tenant_costs(right, totals, "All steps")
     return save(figure, path)
 
 
 def _draw_gpus(axes: Axes, plan: DeploymentPlan) -> None:
     """One cell per GPU in rows of GPUS_PER_ROW; a replica that passes a row's end goes on in the next."""
-    configs = [group.config for group in plan.groups]
-    colours = {config: COLOURS[index % len(COLOURS)] for index, config in enumerate(configs)}
+    sizes = sorted({group.config.num_gpus for group in plan.groups})
+    for replica in plan.replicas:
+        _draw_replica(axes, replica, REPLICA_BLUES[min(sizes.index(replica.config.num_gpus), len(REPLICA_BLUES) - 1)])
     for gpu in range(plan.num_used_gpus, plan.num_gpus):
         row, column = divmod(gpu, GPUS_PER_ROW)
-        axes.add_patch(
-            Rectangle(
-                (column + 0.05, row + 0.08), 0.9, 0.84, facecolor=IDLE, edgecolor="#BDBDBD", hatch="////", linewidth=0.8
-            )
-        )
+        cell = Rectangle((column + 0.05, row + 0.08), 0.9, 0.84, facecolor=IDLE, edgecolor="#BDBDBD", hatch="////")
+        axes.add_patch(cell)
         axes.text(column + 0.5, row + 0.5, "idle", ha="center", va="center", fontsize=8, color=FAINT_INK)
-    for replica in plan.replicas:
-        _draw_replica(axes, replica, colours[replica.config])
-    num_rows = -(-plan.num_gpus // GPUS_PER_ROW)
-    axes.set_xlim(0, min(plan.num_gpus, GPUS_PER_ROW))
+    num_columns, num_rows = min(plan.num_gpus, GPUS_PER_ROW), -(-plan.num_gpus // GPUS_PER_ROW)
+    axes.set_xlim(0, num_columns)
     axes.set_ylim(num_rows, 0)
-    style(axes, "GPU", title="One block is one replica <tensor, pipeline parallel>")
+    num_idle = plan.num_gpus - plan.num_used_gpus
+    idle = f"; {num_idle} GPUs are left idle" if num_idle else ""
+    style(axes, title=f"Each block is one replica, <tensor parallel, pipeline parallel>{idle}")
     axes.grid(False)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
-    axes.set_xticks(
-        [column + 0.5 for column in range(min(plan.num_gpus, GPUS_PER_ROW))], range(min(plan.num_gpus, GPUS_PER_ROW))
-    )
-    axes.set_yticks([row + 0.5 for row in range(num_rows)], [f"from {row * GPUS_PER_ROW}" for row in range(num_rows)])
+    axes.set_xticks([])
+    last_gpus = [min((row + 1) * GPUS_PER_ROW, plan.num_gpus) - 1 for row in range(num_rows)]
+    labels = [f"GPU {row * GPUS_PER_ROW} to {last}" for row, last in enumerate(last_gpus)]
+    axes.set_yticks([row + 0.5 for row in range(num_rows)], labels)
 
 
 def _draw_replica(axes: Axes, replica: Replica, colour: str) -> None:
     for row in range(replica.ranks[0] // GPUS_PER_ROW, replica.ranks[-1] // GPUS_PER_ROW + 1):
         first = max(replica.first_rank, row * GPUS_PER_ROW) - row * GPUS_PER_ROW
         last = min(replica.ranks.stop, (row + 1) * GPUS_PER_ROW) - row * GPUS_PER_ROW
-        corner = "round,pad=0,rounding_size=0.12"
-        axes.add_patch(
-            FancyBboxPatch(
-                (first + 0.05, row + 0.08), last - first - 0.1, 0.84, boxstyle=corner, facecolor=colour, linewidth=0
-            )
-        )
+        axes.add_patch(Rectangle((first + 0.05, row + 0.08), last - first - 0.1, 0.84, facecolor=colour, linewidth=0))
         for gpu in range(first + 1, last):
-            axes.plot([gpu, gpu], [row + 0.2, row + 0.8], color="white", linewidth=0.8, alpha=0.5)
-        axes.text(
-            (first + last) / 2,
-            row + 0.5,
-            str(replica.config),
-            ha="center",
-            va="center",
-            color="white",
-            fontweight="bold",
-            fontsize=9.5,
-        )
+            for low, high in ((0.08, 0.24), (0.76, 0.92)):
+                axes.plot([gpu, gpu], [row + low, row + high], color="white", linewidth=1.0)
+        name = axes.text((first + last) / 2, row + 0.5, str(replica.config), ha="center", va="center")
+        name.set(color="white", fontweight="bold", fontsize=9)
 
 
 def _draw_tenant_costs(axes: Axes, gpu_seconds: Mapping[str, float], title: str) -> None:
     """A bar per tenant, the dearest on top, with its share."""
-    colours = tenant_colours(gpu_seconds)
-    dearest_last = sorted(gpu_seconds, key=lambda tenant: gpu_seconds[tenant])
+    dearest_first = dict(sorted(gpu_seconds.items(), key=lambda item: -item[1]))
     total = sum(gpu_seconds.values())
-    values = [gpu_seconds[tenant] for tenant in dearest_last]
-    axes.barh(dearest_last, values, color=[colours[tenant] for tenant in dearest_last], height=0.68)
+    notes = [f"{short_number(value)} ({value / total:.0%})" for value in dearest_first.values()]
     style(axes, "GPU seconds", title=title)
-    axes.grid(False)
-    axes.spines["left"].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlim(0.0, 1.3 * max(values, default=1.0))
-    for position, value in enumerate(values):
-        axes.text(value, position, f"  {value:,.3g} ({value / total:.0%})", va="center", fontsize=8.5, color=INK)
+    horizontal_bars(axes, dearest_first, tenant_colours(gpu_seconds), notes)
 
 
 def _draw_alternatives(axes: Axes, plan: DeploymentPlan) -> None:
     """Predicted step seconds of the chosen plan and of the best others, against the lower bound of any plan."""
-    others = sorted(plan.alternatives, key=lambda alternative: alternative.predicted_step_seconds)
-    seconds = {str(plan): plan.predicted_step_seconds}
-    for alternative in others:
-        name = " + ".join(f"{group.config}x{group.num_replicas}" for group in alternative.groups)
-        if len(seconds) <= NUM_ALTERNATIVES:
-            seconds.setdefault(name, alternative.predicted_step_seconds)
-    names = list(seconds)[::-1]
-    axes.barh(
-        names,
-        [seconds[name] for name in names],
-        height=0.68,
-        color=[COLOURS[0] if name == str(plan) else "#C4C9D1" for name in names],
-    )
-    axes.axvline(plan.lower_bound_seconds, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
-    style(
-        axes,
-        "predicted seconds of a step (dashed: lower bound of any plan)",
-        title=f"This plan and others; gap {plan.gap:.1%}",
-    )
-    axes.grid(False)
-    axes.spines["left"].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlim(0.0, 1.2 * max(seconds.values()))
-    for position, name in enumerate(names):
-        axes.text(seconds[name], position, f"  {seconds[name]:.3g}", va="center", fontsize=8.5, color=INK)
+    this_plan = "this plan"
+    seconds = {this_plan: plan.predicted_step_seconds}
+    for other in sorted(plan.alternatives, key=lambda other: other.predicted_step_seconds):
+        name = " + ".join(f"{group.config}x{group.num_replicas}" for group in other.groups)
+        if name != str(plan) and len(seconds) <= NUM_ALTERNATIVES:
+            seconds[fill(name, NAME_WIDTH)] = other.predicted_step_seconds
+    colours = dict.fromkeys(seconds, OTHER_PLAN) | {this_plan: REPLICA_BLUES[1]}
+    style(axes, "predicted step seconds (dashed: lower bound)", title=f"This plan and others; gap {plan.gap:.1%}")
+    horizontal_bars(axes, seconds, colours, [short_number(value) for value in seconds.values()])
+    axes.axvline(plan.lower_bound_seconds, ymax=0.96, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
+
+
+def _draw_imbalance(axes: Axes, steps: Array, seconds: Mapping[str, Array]) -> None:
+    """Slowest replica / mean - 1 of every step, for busy seconds (replica, step) of each kind."""
+    looks = {"predicted": (INK, 1.3), "measured": (BUSY, 2.0)}
+    means = []
+    for kind, seconds_RS in seconds.items():
+        imbalance_S = seconds_RS.max(axis=0) / seconds_RS.mean(axis=0) - 1.0
+        axes.plot(steps, imbalance_S, color=looks[kind][0], linewidth=looks[kind][1], label=kind)
+        means.append(f"{kind} {imbalance_S.mean():.1%}")
+    style(axes, "step", "imbalance", f"Slowest replica against the mean of all; on average {', '.join(means)}")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_ylim(bottom=0.0)
+    whole_steps(axes)
+
+
+def _gpu_seconds(records: Records) -> tuple[dict[str, float], dict[str, Array]]:
+    """Each tenant's GPU seconds: in total, and step by step (0 where it was not in the step)."""
+    absent = {"gpu_seconds": 0.0}
+    seconds = {
+        tenant: np.array([record["tenants"].get(tenant, absent)["gpu_seconds"] for record in records])
+        for tenant in _tenants(records)
+    }
+    return {tenant: float(values.sum()) for tenant, values in seconds.items()}, seconds
 
 
 def _tenants(records: Records) -> list[str]:
     return sorted({tenant for record in records for tenant in record["tenants"]})
 
 
-def _series(records: Records, tenant: str, key: str) -> tuple[np.ndarray, np.ndarray]:
+def _series(records: Records, tenant: str, key: str) -> tuple[Array, Array]:
     """Steps and values of one tenant, without the steps that have none."""
     own = [(record["step"], record["tenants"][tenant][key]) for record in records if tenant in record["tenants"]]
     known = [(step, value) for step, value in own if value is not None]
     return np.array([step for step, _ in known]), np.array([value for _, value in known])
 
 
-def _smoothed(values: np.ndarray) -> np.ndarray:
+def _smoothed(values: Array) -> Array:
     """Mean over a window that covers a twentieth of the run, cut at its ends."""
     half = max(1, len(values) // 40)
     return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
