@@ -55,7 +55,7 @@ def propose_candidates(
     pruned: list[PrunedConfig] = []
     memory_bytes = int(cluster.memory_per_gpu_gib * BYTES_PER_GIB)
     for config in _considered(shape, cluster, planner):
-        reason = _why_not(shape, profile, config)
+        reason = _why_not(shape, profile, cluster, config)
         if reason is None:
             capacity = (
                 profile.max_chunk_tokens[config]
@@ -90,7 +90,7 @@ def _considered(shape: ModelShape, cluster: ClusterConfig, planner: PlannerConfi
     ]
 
 
-def _why_not(shape: ModelShape, profile: Profile, config: ParallelConfig) -> str | None:
+def _why_not(shape: ModelShape, profile: Profile, cluster: ClusterConfig, config: ParallelConfig) -> str | None:
     for count, noun in (
         (shape.num_heads, "attention heads"),
         (shape.num_kv_heads, "key-value heads"),
@@ -98,6 +98,8 @@ def _why_not(shape: ModelShape, profile: Profile, config: ParallelConfig) -> str
     ):
         if count % config.tp:
             return f"splits {count} {noun} unevenly over tp {config.tp}"
+    if cluster.num_gpus > cluster.gpus_per_node and cluster.gpus_per_node % config.tp:
+        return f"would let groups of tp {config.tp} straddle nodes of {cluster.gpus_per_node} GPUs"
     if shape.num_layers % config.pp:
         return f"splits {shape.num_layers} layers unevenly over pp {config.pp}"
     if config.tp not in profile.layer_cost_by_tp:

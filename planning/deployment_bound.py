@@ -80,6 +80,5 @@ def _longest_alone(workload: Workload, table: CostTable, lengths: np.ndarray) ->
     for tenant in workload.tenants:
         below = np.concatenate([[0.0], np.cumsum(tenant.counts) / tenant.counts.sum()])
         at_most *= below[np.searchsorted(tenant.lengths, lengths, side="right")] ** tenant.batch_size
-    alone = np.where(table.capacity > 0, (table.depth[:, None] + 1) * (table.fixed[:, None] + table.variable), np.inf)
     # a shorter sequence never takes longer on a given candidate, and more candidates hold it
-    return float(alone.min(axis=0) @ np.diff(at_most, prepend=0.0))
+    return float(table.alone_seconds.min(axis=0) @ np.diff(at_most, prepend=0.0))

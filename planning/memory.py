@@ -8,8 +8,9 @@ Korthikanti et al. 2022, section 4, adapted to gated MLPs and grouped queries; B
     B * (4 * hidden + ((2 * heads + 2 * kv_heads) * head_dim + 4 * ffn) / tp)
 
 Not split by tp: inputs and outputs of both norms. Split: q, k, v and attention output; gate, up, activated gate and
-their product. Under the 1F1B schedule the first stage keeps up to pp chunks of layers/pp layers each, so the count
-of layers whose activations are alive is num_layers for every pp.
+their product. Adapters are float32, so for a model of another number format the projections' inputs are also kept in
+float32: 4 * (2 * hidden + (heads * head_dim + ffn) / tp) more. Under the 1F1B schedule the first stage keeps up to pp
+chunks of layers/pp layers each, so the number of layers whose activations are alive is num_layers for every pp.
 Approximations: the heaviest stage is taken to hold both embedding and logits; every adapter matrix counts as split
 over tp * pp; LoRA's own activations (rank values per token) and flash attention's statistics fall under the reserve.
 """
@@ -17,8 +18,8 @@ over tp * pp; LoRA's own activations (rank values per token) and flash attention
 from planning.types import ModelShape, ParallelConfig
 
 USABLE_FRACTION = 0.9
-ADAPTER_BYTES = 4 * 4  # weight, gradient and two AdamW moments, float32 each
-LOGIT_BYTES = 4
+FLOAT32_BYTES = 4
+ADAPTER_BYTES = 4 * FLOAT32_BYTES  # weight, gradient and two AdamW moments
 
 
 def max_chunk_tokens(shape: ModelShape, config: ParallelConfig, memory_bytes: int, num_adapter_parameters: int) -> int:
@@ -47,4 +48,7 @@ def _weight_bytes(shape: ModelShape, config: ParallelConfig) -> float:
 def _bytes_per_token(shape: ModelShape, config: ParallelConfig) -> float:
     split = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim + 4 * shape.ffn_size
     activation = shape.bytes_per_parameter * (4 * shape.hidden_size + split / config.tp)
-    return shape.num_layers * activation + LOGIT_BYTES * shape.vocab_size / config.tp
+    if shape.bytes_per_parameter != FLOAT32_BYTES:
+        inputs = 2 * shape.hidden_size + (shape.num_heads * shape.head_dim + shape.ffn_size) / config.tp
+        activation += FLOAT32_BYTES * inputs
+    return shape.num_layers * activation + FLOAT32_BYTES * shape.vocab_size / config.tp

@@ -45,6 +45,12 @@ class CostTable:
         capacity = np.maximum(self.capacity, 1)
         return np.where(self.capacity > 0, self.variable + self.fixed[:, None] / capacity, np.inf)
 
+    @property
+    def alone_seconds(self) -> np.ndarray:
+        """Seconds of one sequence alone on a replica, bubble included, shape (I, J); infinite where it does not fit."""
+        alone = (self.depth[:, None] + 1) * (self.fixed[:, None] + self.variable)
+        return np.where(self.capacity > 0, alone, np.inf)
+
 
 def cost_table(candidates: Sequence[Candidate], lengths: np.ndarray) -> CostTable:
     """The cost of each candidate (rows) on each length (columns)."""
@@ -61,17 +67,18 @@ def cost_table(candidates: Sequence[Candidate], lengths: np.ndarray) -> CostTabl
 
 
 def shares(table: CostTable, step_seconds: float) -> tuple[np.ndarray, np.ndarray]:
-    """`share_IJ` at T = `step_seconds` (infinite where one sequence does not fit, or takes longer) and its q_IJ."""
+    """`share_IJ` at T = `step_seconds` (infinite where one sequence alone takes longer) and its q_IJ."""
     fixed, depth = table.fixed[:, None], table.depth[:, None]
     room = np.maximum(step_seconds - depth * fixed, 0.0)
     best = (np.sqrt(fixed**2 + fixed * room / np.maximum(depth, 1)) - fixed) / table.variable
     best = np.where(depth > 0, np.minimum(best, table.capacity), table.capacity)
+    alone_fits = table.alone_seconds <= step_seconds * (1 + ROUNDING)
     share, chunk = np.full(best.shape, np.inf), np.ones(best.shape, dtype=np.int64)
     for whole in (np.floor(best), np.ceil(best)):
         q = np.maximum(whole, 1.0)
         seconds = fixed + table.variable * q
         left = step_seconds - depth * seconds
-        usable = (table.capacity > 0) & (left > 0) & (step_seconds * (1 + ROUNDING) >= seconds * (depth + 1))
+        usable = alone_fits & (left > 0)
         value = np.where(usable, seconds / (q * np.where(usable, left, 1.0)), np.inf)
         chunk = np.where(value < share, q.astype(np.int64), chunk)
         share = np.minimum(value, share)
@@ -80,8 +87,7 @@ def shares(table: CostTable, step_seconds: float) -> tuple[np.ndarray, np.ndarra
 
 def longest_alone(table: CostTable, present_I: np.ndarray) -> float:
     """Seconds of the longest sequence alone on the configuration that is fastest for it; infinite if none holds it."""
-    alone = (table.depth[:, None] + 1) * (table.fixed[:, None] + table.variable)
-    return float(np.where(table.capacity > 0, alone, np.inf)[present_I].min(axis=0).max())
+    return float(table.alone_seconds[present_I].min(axis=0).max())
 
 
 def fractional_step(table: CostTable, demand_J: np.ndarray, num_gpus: int) -> float:

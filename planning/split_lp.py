@@ -11,7 +11,7 @@ The bound is computed from the dual prices, not taken from the solver, so its to
 `r >= sum_j demand_j min_i z_i share_ij / sum_i z_i num_replicas_i`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import highspy
 import numpy as np
@@ -58,21 +58,28 @@ class SplitSolver:
         """The shortest step of these replicas, fractions of sequences allowed.
 
         For load r(T) (`planning.shares`), T * min(1, r(T)) is a bound, and T and T * r(T) enclose the fixed point
-        r(T) = 1. Without pipelines r(T) is proportional to 1 / T, so the first program is exact.
+        r(T) = 1. Where r jumps, because a sequence alone then just fits into T, halving closes in on the jump.
         """
+        present = num_replicas_I > 0
         step_seconds = bound = _least_step_seconds(table, num_replicas_I, demand_J)
-        pipelined = table.depth[num_replicas_I > 0].any()
+        enough = np.inf
         for _ in range(MAX_PROGRAMS):
             share, chunk = shares(table, step_seconds)
             split = self.solve(share, num_replicas_I, demand_J)
-            if not pipelined:
+            bound = max(bound, step_seconds * min(1.0, split.load))
+            if split.load <= 1 + STEP_TOLERANCE:
+                enough = step_seconds
+                shortest = ShortestStep(split, chunk, step_seconds, bound)
+            elif _is_proportional(table, share, present):
                 bound = max(bound, step_seconds * split.load)
                 return ShortestStep(split, chunk, bound, bound)
-            bound = max(bound, step_seconds * min(1.0, split.load))
-            if abs(split.load - 1) < STEP_TOLERANCE:
+            else:
+                bound = max(bound, step_seconds)
+            if enough <= bound * (1 + STEP_TOLERANCE):
                 break
-            step_seconds = max(bound, step_seconds * split.load)
-        return ShortestStep(split, chunk, step_seconds, bound)
+            estimate = step_seconds * split.load
+            step_seconds = estimate if bound < estimate < enough else (bound + enough) / 2
+        return replace(shortest, lower_bound_seconds=bound)
 
     def solve(self, share_IJ: np.ndarray, num_replicas_I: np.ndarray, demand_J: np.ndarray) -> Split:
         """The split of least load. Every bucket needs a group with a finite share and at least one replica."""
@@ -90,6 +97,11 @@ class SplitSolver:
         price_J = np.where(usable, prices_I[:, None] * np.where(usable, share_IJ, 0.0), np.inf).min(axis=0)
         price_J /= prices_I @ num_replicas_I
         return Split(part / part.sum(axis=0), float(demand_J @ price_J), price_J)
+
+
+def _is_proportional(table: CostTable, share_IJ: np.ndarray, present_I: np.ndarray) -> bool:
+    """Whether the load of these replicas is inversely proportional to T from here on: no bubble, nothing left out."""
+    return not table.depth[present_I].any() and bool((np.isfinite(share_IJ) == (table.capacity > 0))[present_I].all())
 
 
 def _least_step_seconds(table: CostTable, num_replicas_I: np.ndarray, demand_J: np.ndarray) -> float:

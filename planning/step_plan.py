@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from planning.errors import PlanError
 from planning.types import Candidate, Chunk, Dispatch, ParallelConfig, Replica, SequenceRef
@@ -147,17 +148,12 @@ def _member_to_dict(member: JobMember) -> dict[str, object]:
     return {"replica": member.replica, "chunks": chunks}
 
 
-def _member_from_dict(member: Mapping[str, object]) -> JobMember:
-    chunks = member["chunks"]
-    if not isinstance(chunks, list):
-        raise TypeError("chunks is not a list")
-    return JobMember(
-        int(str(member["replica"])),
-        tuple(
-            Chunk(
-                tuple(SequenceRef(str(tenant), int(row), int(tokens)) for tenant, row, tokens in chunk["sequences"]),
-                int(chunk["padded_tokens"]),
-            )
-            for chunk in chunks
-        ),
+def _member_from_dict(member: Any) -> JobMember:
+    chunks = tuple(
+        Chunk(
+            tuple(SequenceRef(str(tenant), int(row), int(tokens)) for tenant, row, tokens in chunk["sequences"]),
+            int(chunk["padded_tokens"]),
+        )
+        for chunk in member["chunks"]
     )
+    return JobMember(int(member["replica"]), chunks)
