@@ -17,6 +17,7 @@ import highspy
 import numpy as np
 from highspy._core import _Highs
 
+from planning.errors import PlanError
 from planning.shares import CostTable, longest_alone, shares
 
 STEP_TOLERANCE = 1e-3  # relative width of the interval of T at which the programs stop
@@ -89,7 +90,7 @@ class SplitSolver:
         self._highs.passModel(_model(share_IJ[group, bucket] * demand_J[bucket], group, bucket, num_replicas_I))
         self._highs.run()
         if self._highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-            raise RuntimeError(f"HiGHS ended the dispatch LP with {self._highs.getModelStatus()}")
+            raise PlanError(f"HiGHS ended the dispatch program with {self._highs.getModelStatus()}; this is a defect")
         solution = self._highs.getSolution()
         part = np.zeros(share_IJ.shape)
         part[group, bucket] = np.maximum(np.array(solution.col_value)[:-1], 0.0)
