@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data_prep.prepare import PreparedTenant, TenantFailure
+from data_prep.prepare import PreparedTenant
 from planning.config import Strategy
 from planning.types import DeploymentPlan
 from training.journal import effective_steps, overhead_gpu_seconds
-from training.progress import TenantProgress, TenantStatus
+from training.progress import TenantStatus
 
 NUM_LOSS_STEPS = 5  # first_loss and last_loss are means over this many steps
-SKIPPED = "skipped"
-FAILED = "failed"
+SKIPPED = "skipped"  # its data could not be prepared
+FAILED = "failed"  # its adapter must not be published
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +82,33 @@ def tenant_totals(steps: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     }
 
 
-def outcome_of(progress: TenantProgress, adapter_path: str | None) -> TenantOutcome:
-    return TenantOutcome(progress.status.value, adapter_path, progress.reason)
+def skipped(reason: str) -> TenantOutcome:
+    """A tenant whose data could not be prepared."""
+    return TenantOutcome(SKIPPED, None, reason)
 
 
-def failure_outcome(failure: TenantFailure) -> TenantOutcome:
-    return TenantOutcome(SKIPPED, None, failure.reason)
+def summary_markdown(summary: Mapping[str, Any]) -> str:
+    """Adapters and their cost as a table."""
+    rows = [
+        f"| {name} | {tenant['status']} | {shown(tenant['first_loss'])} | {shown(tenant['last_loss'])} "
+        f"| {tenant['tokens']} | {tenant['gpu_seconds']:.1f} | {tenant['adapter_path'] or tenant['reason']} |"
+        for name, tenant in summary["tenants"].items()
+    ]
+    return "\n".join(
+        [
+            f"Plan **{summary['plan']}** on {summary['num_gpus']} GPUs: {summary['steps']} steps, "
+            f"{summary['gpu_seconds']:.1f} GPU seconds and {summary['overhead_gpu_seconds']:.1f} of overhead.",
+            "",
+            "| tenant | status | first loss | last loss | tokens | GPU seconds | adapter |",
+            "| --- | --- | --- | --- | --- | --- | --- |",
+            *rows,
+        ]
+    )
+
+
+def shown(loss: float | None) -> str:
+    """A loss for a table."""
+    return "-" if loss is None else f"{loss:.3f}"
 
 
 def mean(values: Sequence[float]) -> float | None:

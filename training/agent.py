@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from training import worker
-from training.fleet_spec import FAILURE_KEY, HEARTBEAT_KEY, HEARTBEAT_LOST_SECONDS
+from training.fleet_spec import DEATH_KEY, FAILURE_KEY, HEARTBEAT_KEY, HEARTBEAT_LOST_SECONDS
 from training.processes import connect_store, die_with_parent
 
 POLL_SECONDS = 0.1
@@ -65,13 +65,10 @@ def supervise(arguments: AgentArguments, ranks: dict[int, int]) -> int:
         store = connect_store(arguments.host, arguments.port, arguments.generation)
         heartbeat = _Heartbeat()
         while ranks:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid:
-                rank = ranks.pop(pid)
-                if status:
-                    _report_exit(store, rank, os.waitstatus_to_exitcode(status))
-                    return 1
-                continue
+            ended = _reap(ranks)
+            if any(ended.values()):
+                _report_exits(store, ended)
+                return 1
             if store.check([HEARTBEAT_KEY]) and heartbeat.is_lost(store.get(HEARTBEAT_KEY)):
                 return 1
             time.sleep(POLL_SECONDS)
@@ -84,10 +81,23 @@ def supervise(arguments: AgentArguments, ranks: dict[int, int]) -> int:
             os.kill(pid, signal.SIGKILL)
 
 
-def _report_exit(store: torch.distributed.Store, rank: int, code: int) -> None:
-    """Report an ending that the rank could not report itself; the first failure stands."""
-    cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    store.compare_set(FAILURE_KEY, "", json.dumps({"rank": rank, "message": f"rank {rank} {cause}"}))
+def _reap(ranks: dict[int, int]) -> dict[int, int]:
+    """Take all ended processes out of `ranks` (pid -> rank); returns rank -> exit code, negative for a signal."""
+    ended = {}
+    while ranks:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            break
+        ended[ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
+    return ended
+
+
+def _report_exits(store: torch.distributed.Store, ended: dict[int, int]) -> None:
+    """Report the endings that ranks could not report themselves. A killed rank is the cause of its peers' failures."""
+    for rank, code in sorted(ended.items(), key=lambda item: item[1]):
+        cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        key = DEATH_KEY if code < 0 else FAILURE_KEY
+        store.compare_set(key, "", json.dumps({"rank": rank, "message": f"rank {rank} {cause}"}))
 
 
 def main() -> None:

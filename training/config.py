@@ -39,7 +39,7 @@ class AdapterConfig(Section):
     """Shape of one tenant's LoRA adapter: y += (alpha / rank) * B A x on each target module."""
 
     rank: Annotated[int, Field(gt=0, title="Rank")]
-    alpha: Annotated[float, Field(gt=0, title="Alpha; the update is scaled by alpha / rank")]
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False, title="Alpha; the update is scaled by alpha / rank")]
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 
     @field_validator("target_modules")
@@ -62,7 +62,7 @@ class AdapterConfig(Section):
 class OptimiserConfig(Section):
     """AdamW of one tenant. Its step count advances only when the tenant is in a step."""
 
-    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False, title="Learning rate")] = 2e-4
+    learning_rate: Annotated[float, Field(gt=0, le=10, title="Learning rate")] = 2e-4
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -107,3 +107,7 @@ class TrainingConfig(Section):
     max_nonfinite_steps: Annotated[int, Field(gt=0, title="Non-finite updates in a row before quarantine")] = 3
     launch_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
     step_timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
+
+    @property
+    def allows_failures(self) -> bool:
+        return self.on_tenant_error is OnTenantError.SKIP

@@ -153,6 +153,7 @@ class _Controller:
         reports = fleet.finish_step()
         record = step_record(planned, reports, self.request.plan, self.planner.candidates, self.clock.charge())
         record["plan_wait_seconds"] = wait_seconds
+        record["num_steps"] = max(progress.num_steps for progress in self.progress.values())
         self._record(record)
         self.step += 1
         self._advance(record)

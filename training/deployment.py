@@ -10,6 +10,7 @@ from pathlib import Path
 import polars as pl
 
 from data_prep.histogram import workload_arrays
+from data_prep.prepare import Outcome, PreparedTenant, TenantFailure
 from planning.candidates import Candidates, propose_candidates
 from planning.config import ClusterConfig, PlannerConfig, ProfileConfig, ProfileSource
 from planning.deployment import plan_deployment
@@ -69,9 +70,15 @@ def deploy(request: DeploymentRequest, candidates: Candidates, histogram: pl.Dat
     return plan_deployment(workload, candidates, request.cluster.num_gpus, request.planner)
 
 
-def present(tenants: Sequence[TenantConfig], names: Sequence[str]) -> tuple[TenantConfig, ...]:
-    """The tenants whose data could be prepared, in the order of the run file."""
-    return tuple(tenant for tenant in tenants if tenant.name in set(names))
+def split_outcomes(
+    outcomes: Sequence[Outcome], allow_failures: bool
+) -> tuple[list[PreparedTenant], list[TenantFailure]]:
+    """Tenants that can be trained and those that cannot; raises InputError if the failures end the run."""
+    prepared = [outcome for outcome in outcomes if isinstance(outcome, PreparedTenant)]
+    failures = [outcome for outcome in outcomes if isinstance(outcome, TenantFailure)]
+    if failures and not (allow_failures and prepared):
+        raise InputError("\n".join(failure.reason for failure in failures))
+    return prepared, failures
 
 
 def _tenant_workload(tenant: TenantConfig, histogram: pl.DataFrame) -> TenantWorkload:

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from planning.errors import LobraError
 from planning.step_plan import StepPlan
 from training.fleet_spec import (
+    DEATH_KEY,
     FAILURE_KEY,
     HEARTBEAT_KEY,
     HEARTBEAT_SECONDS,
@@ -34,7 +34,8 @@ from training.fleet_spec import (
 from training.processes import connect_store
 
 LOOPBACK = "127.0.0.1"
-WAIT_SLICE = timedelta(milliseconds=500)  # how often a waiting controller looks for failures
+POLL_SECONDS = 0.002  # between looks for a report; a look costs 0.05 ms
+FAILURE_POLL_SECONDS = 0.5  # between looks for failures while waiting
 STOP_SECONDS = 5.0
 
 
@@ -54,7 +55,8 @@ class Fleet:
         self._generation = generation
         self._store = dist.PrefixStore(f"generation-{generation}", server)
         self._store.set(SPEC_KEY, spec.model_dump_json())
-        self._store.set(FAILURE_KEY, "")
+        for key in (FAILURE_KEY, DEATH_KEY):
+            self._store.set(key, "")
         self._stopping = threading.Event()
         self._number = READY
         self._agent: subprocess.Popen | None = None
@@ -123,33 +125,38 @@ class Fleet:
     def _collect(self, number: int, timeout_seconds: float, what: str) -> list[dict]:
         keys = [report_key(number, rank) for rank in range(self.spec.world_size)]
         deadline = time.monotonic() + timeout_seconds
-        while not self._arrived(keys):
-            self._raise_failure()
-            if time.monotonic() > deadline:
-                late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                raise FleetError(
-                    f"ranks {late} did not {what} within {timeout_seconds:.0f} s; last lines of rank {late[0]}'s log:\n"
-                    f"{self._last_lines(late[0])}"
-                )
+        look_for_failure = 0.0
+        for key in keys:
+            while not self._store.check([key]):
+                now = time.monotonic()
+                if now > look_for_failure:
+                    self._raise_failure()
+                    look_for_failure = now + FAILURE_POLL_SECONDS
+                if now > deadline:
+                    late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                    raise FleetError(
+                        f"ranks {late} did not {what} within {timeout_seconds:.0f} s; last lines of rank {late[0]}'s "
+                        f"log:\n{self._last_lines(late[0])}"
+                    )
+                time.sleep(POLL_SECONDS)
         reports = [json.loads(self._store.get(key)) for key in keys]
         for key in (*keys, command_key(number)):
             self._store.delete_key(key)
         return reports
 
-    def _arrived(self, keys: list[str]) -> bool:
-        try:
-            self._store.wait(keys, WAIT_SLICE)
-        except dist.DistStoreError:
-            return False
-        return True
-
     def _raise_failure(self) -> None:
-        failure = self._store.get(FAILURE_KEY)
-        if failure:
-            report = json.loads(failure)
-            raise FleetError(f"{report['message']}\n{self._last_lines(report['rank'])}".rstrip())
-        if self._agent is not None and self._agent.poll() is not None:
-            raise FleetError(f"the node agent ended with code {self._agent.returncode}; see {self.spec.log_dir}/agent.log")
+        """Raise FleetError if anything failed. A rank that was killed is named before the peers that noticed."""
+        assert self._agent is not None
+        if self._agent.poll() is None and not self._store.get(FAILURE_KEY):
+            return
+        with suppress(subprocess.TimeoutExpired):
+            self._agent.wait(STOP_SECONDS)  # it ends as soon as a rank has, and says which
+        for key in (DEATH_KEY, FAILURE_KEY):
+            message = self._store.get(key)
+            if message:
+                report = json.loads(message)
+                raise FleetError(f"{report['message']}\n{self._last_lines(report['rank'])}".rstrip())
+        raise FleetError(f"the node agent ended with code {self._agent.returncode}; see {self.spec.log_dir}/agent.log")
 
     def _last_lines(self, rank: int, num_lines: int = 5) -> str:
         path = log_path(self.spec.log_dir, rank)

@@ -10,7 +10,8 @@ from planning.config import Backend, Section
 from planning.types import Replica
 from training.config import BaseModelConfig, TenantConfig
 
-FAILURE_KEY = "failure"
+FAILURE_KEY = "failure"  # the first rank that failed says why
+DEATH_KEY = "death"  # the agent says which rank was killed: the cause of its peers' failures
 HEARTBEAT_KEY = "heartbeat"
 SPEC_KEY = "spec"
 HEARTBEAT_SECONDS = 1.0

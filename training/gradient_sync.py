@@ -43,6 +43,11 @@ class GradientSync:
             dist.all_reduce(flat, group=group)
             torch._foreach_copy_(views, list(flat.split([view.numel() for view in views])))
 
+    @property
+    def contributes_replicated(self) -> bool:
+        """Whether this rank's gradients of replicated tensors count; its tensor-parallel peers have the same ones."""
+        return self.stage.tp_rank == 0
+
     def _slices(self, adapter: Adapter, keys: set[SliceKey]) -> Iterator[Tensor]:
         """Flat gradient views of an adapter's slices in one set, in the order that every holder shares."""
         parts = self.stage.layout.parts_of(self.stage.position)
@@ -50,7 +55,7 @@ class GradientSync:
             gradient = parameter.grad
             if not adapter.place(key).is_split:
                 if SliceKey(key.layer, REPLICATED) in keys:
-                    if self.stage.tp_rank != 0:
+                    if not self.contributes_replicated:
                         gradient.zero_()
                     yield gradient.view(-1)
                 continue

@@ -51,11 +51,11 @@ def base_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
     return build
 
 
-@pytest.fixture
-def token_path(tmp_path: Path) -> Callable[..., Path]:
-    """`token_path(name, lengths, seed)`: a token file of random sequences, the first third of each unsupervised."""
+@pytest.fixture(scope="session")
+def token_path() -> Callable[..., Path]:
+    """`token_path(folder, name, lengths, seed)`: a token file of random sequences, a third of each unsupervised."""
 
-    def build(name: str, lengths: list[int], seed: int) -> Path:
+    def build(folder: Path, name: str, lengths: list[int], seed: int) -> Path:
         generator = np.random.default_rng(seed)
         sequences = []
         for row, length in enumerate(lengths):
@@ -63,7 +63,7 @@ def token_path(tmp_path: Path) -> Callable[..., Path]:
             sequences.append(
                 EncodedSequence(input_ids=tuple(map(int, ids)), loss_spans=((max(1, length // 3), length),), source_row=row + 1)
             )
-        path = tmp_path / f"{name}.arrow"
+        path = folder / f"{name}.arrow"
         write_token_file(path, sequences)
         return path
 

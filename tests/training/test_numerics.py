@@ -17,10 +17,12 @@ from data_prep.token_file import TokenFile
 from planning.config import Backend
 from planning.step_plan import Job, JobMember, StepPlan, Wave
 from planning.types import Chunk, ParallelConfig, Replica, SequenceRef
+from training import multi_lora
 from training.adapters import TensorKey, initial_tensor, tensor_keys
 from training.base_model import read_base_model
 from training.config import ALL_TARGETS, AdapterConfig, BaseModelConfig, OptimiserConfig, TenantConfig
 from training.fleet_spec import FleetSpec
+from training.gradient_sync import GradientSync
 from training.layout import FleetLayout
 from training.worker import Worker
 
@@ -57,8 +59,8 @@ def fleet_replicas(configs: tuple[tuple[int, int], ...]) -> tuple[Replica, ...]:
 
 
 @pytest.fixture
-def token_paths(token_path: Callable[..., Path]) -> dict[str, Path]:
-    return {t.name: token_path(t.name, LENGTHS[i:] + LENGTHS[:i], seed=10 + i) for i, t in enumerate(TENANTS)}
+def token_paths(token_path: Callable[..., Path], tmp_path: Path) -> dict[str, Path]:
+    return {t.name: token_path(tmp_path, t.name, LENGTHS[i:] + LENGTHS[:i], seed=10 + i) for i, t in enumerate(TENANTS)}
 
 
 def rows_of(step: int, index: int) -> list[int]:
@@ -302,3 +304,24 @@ def local_state(worker: Worker) -> dict:
         for name, optimiser in worker.optimisers.items()
         for key, parameter in optimiser.adapter.parameters.items()
     }
+
+
+def test_planted_faults_break_the_gradients(base_model_folder, token_paths, run_ranks, monkeypatch) -> None:  # noqa: ANN001
+    folder = base_model_folder("llama")
+    spec = fleet_spec(folder, token_paths, UNEQUAL)
+    plan = step_plans(token_paths, len(UNEQUAL), 2)[1]
+    values = {t.name: start_values(folder, t, 0.05) for t in TENANTS}
+    wanted = run_ranks(1, lambda _: {t.name: peft_alone(folder, t, token_paths[t.name], [plan], 0.05, 0) for t in TENANTS})[0]
+
+    def error() -> float:
+        ranks = run_ranks(spec.world_size, lambda rank: gradients_of(Worker(spec, rank, "cpu"), values, plan))
+        return worst_gradient_error(ranks, wanted, FleetLayout(spec.replicas, 4), folder)
+
+    with monkeypatch.context() as no_all_reduce:
+        backward = staticmethod(lambda _context, *gradients: (None, *gradients))
+        no_all_reduce.setattr(multi_lora._CopyToTensorParallel, "backward", backward)
+        assert error() > 1e-2
+    with monkeypatch.context() as counted_per_rank:
+        counted_per_rank.setattr(GradientSync, "contributes_replicated", True)
+        assert error() > 1e-2
+    assert error() <= 1e-5

@@ -1,0 +1,149 @@
+"""The command line `lobra`. Exit codes: 0 done, 1 failed, 2 bad input.
+
+Prefect, MLflow and torch are imported by the commands that need them alone: `run`.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from planning.errors import InputError, LobraError
+
+app = typer.Typer(
+    name="lobra",
+    help="Train many tenants' LoRA adapters together on one frozen base model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+errors = Console(stderr=True)
+
+RunFile = Annotated[Path, typer.Argument(help="Run file (YAML)")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables")]
+
+
+@app.command()
+def run(
+    run_file: RunFile,
+    run_dir: Annotated[Path | None, typer.Option(help="Run folder; default runs/<name>. Resumes what lies there")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew; an old run folder is kept, renamed")] = False,
+) -> None:
+    """Run a joint fine-tuning from data files to adapters."""
+    from flows.config import read_run_file
+    from flows.report import summary_table
+    from flows.validation import check_run
+
+    config = read_run_file(run_file)
+    check_run(config, run_file)
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
+    from flows.finetune import finetune
+
+    folder = run_dir or config.default_run_dir
+    summary = finetune(run=config, run_dir=folder, fresh=fresh)
+    console.print(summary_table(summary))
+    console.print(f"Run folder: {folder}")
+    console.print(f"Compare in MLflow: mlflow ui --backend-store-uri {config.tracking.mlflow_uri}", soft_wrap=True)
+    if any(tenant["status"] != "finished" for tenant in summary["tenants"].values()):
+        raise typer.Exit(1)
+
+
+@app.command()
+def plan(run_file: RunFile, as_json: AsJson = False) -> None:
+    """Show the deployment plan, its bound and gap, and what it would cost per tenant. Trains nothing."""
+    from flows.config import read_run_file
+    from flows.preview import preview
+    from flows.report import plan_tables
+    from flows.validation import check_run
+    from planning.plan_file import plan_to_dict
+
+    config = read_run_file(run_file)
+    deployment = preview(config, check_run(config, run_file)).plan()
+    if as_json:
+        typer.echo(json.dumps(plan_to_dict(deployment), indent=2))
+        return
+    for table in plan_tables(deployment):
+        console.print(table)
+
+
+@app.command()
+def validate(run_file: RunFile) -> None:
+    """Check a run file and every row of its data. Trains nothing."""
+    from flows.config import read_run_file
+    from flows.preview import preview
+    from flows.report import validation_table
+    from flows.validation import check_run
+
+    config = read_run_file(run_file)
+    checked = preview(config, check_run(config, run_file))
+    deployment = checked.plan()  # refuses sequences that no replica holds
+    console.print(validation_table(checked))
+    console.print(f"All lengths fit; the run would use the plan {deployment}.")
+    if checked.failures:
+        raise typer.Exit(1)
+
+
+@app.command()
+def status(
+    run_dir: Annotated[Path, typer.Argument(help="Run folder")],
+    as_json: AsJson = False,
+) -> None:
+    """Show how far a run is: step, time left, tenants, GPU seconds. Reads files only."""
+    from flows.report import status_tables
+    from tasks.run_status import read_status
+
+    state = read_status(run_dir)
+    if as_json:
+        typer.echo(json.dumps(state, indent=2))
+        return
+    for table in status_tables(state):
+        console.print(table)
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(help="Run file to write")] = Path("run.yaml"),
+) -> None:
+    """Write a commented run file to start from."""
+    from flows.template import RUN_FILE_TEMPLATE
+
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(RUN_FILE_TEMPLATE)
+    except FileExistsError as error:
+        raise InputError(f"{path} exists; name another file") from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error}") from error
+    console.print(f"Wrote {path}. Edit it, then: lobra validate {path}")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of a run file."""
+    from flows.config import RunConfig
+
+    typer.echo(json.dumps(RunConfig.model_json_schema(), indent=2))
+
+
+def main() -> None:
+    """Entry point: turns the product's errors into one message and an exit code."""
+    try:
+        app(standalone_mode=True)
+    except InputError as error:
+        errors.print(f"[red]error:[/red] {error}", soft_wrap=True, highlight=False)
+        sys.exit(2)
+    except LobraError as error:
+        errors.print(f"[red]failed:[/red] {error}", soft_wrap=True, highlight=False)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        errors.print("stopped; the same command resumes the run")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

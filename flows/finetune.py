@@ -1,0 +1,109 @@
+"""The flow `finetune`: tenants' files in, adapters out.
+
+Runs from the command line (`lobra run`), by itself (`python -m flows.finetune RUN.yaml`) and as a Prefect deployment.
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from prefect.runtime import flow_run
+
+import tasks.deploy
+import tasks.prepare
+import tasks.publish
+import tasks.train
+from flows.config import RunConfig, read_run_file
+from flows.preview import deployment_request, prepare_requests, stored_profile_path
+from flows.validation import check_run
+from planning.types import DeploymentPlan
+from tasks.publish import PublishRequest
+from tasks.run_folder import RunFolder, open_run_folder
+from tasks.tracking import RunIdentity, Tracker
+from training.controller import TrainingFiles, TrainingRequest
+from training.deployment import propose, split_outcomes
+
+
+@flow(name="finetune", flow_run_name="{run.name}", validate_parameters=True)
+def finetune(run: RunConfig, run_dir: Path | None = None, fresh: bool = False) -> dict[str, Any]:
+    """Train all tenants of a run jointly and publish their adapters; returns the content of summary.json.
+
+    Without `run_dir` the folder is runs/<flow run id>, so that a retry of the flow run resumes.
+    """
+    base = check_run(run)
+    with open_run_folder(run_dir or Path("runs") / str(flow_run.id), resolved(run), fresh) as folder:
+        requests = prepare_requests(run, base, folder.path)
+        outcomes = tasks.prepare.prepare(requests, run.data.num_workers, run.training.allows_failures, folder)
+        prepared, _ = split_outcomes(outcomes, allow_failures=True)
+        histogram = tasks.prepare.measure(prepared, folder)
+        profile = tasks.deploy.profile(run.profile, stored_profile_path(run), folder)
+        deployment = deployment_request(run, base, [tenant.tenant for tenant in prepared])
+        candidates = propose(deployment, profile)
+        plan = tasks.deploy.plan(deployment, candidates, histogram, folder)
+        request = TrainingRequest(
+            files=TrainingFiles(folder.checkpoints, folder.steps, folder.step_plans, folder.logs),
+            base_model=run.base_model,
+            tenants=deployment.tenants,
+            token_paths={tenant.tenant: tenant.token_path for tenant in prepared},
+            plan=plan,
+            candidates=candidates.usable,
+            cluster=run.cluster,
+            planner=run.planner,
+            training=run.training,
+        )
+        with Tracker(run.tracking, identity(run, folder, plan)) as tracker:
+            result = tasks.train.train(request, tracker)
+            left = PublishRequest(
+                strategy=run.planner.strategy,
+                base_model=run.base_model,
+                tenants=deployment.tenants,
+                plan=plan,
+                outcomes=outcomes,
+                histogram=histogram,
+                result=result,
+            )
+            return tasks.publish.publish(left, folder, tracker)
+
+
+def resolved(run: RunConfig) -> dict[str, Any]:
+    """The configuration that a resumed run must share: everything but where it is tracked."""
+    return run.model_dump(mode="json", exclude={"tracking"})
+
+
+def identity(run: RunConfig, folder: RunFolder, plan: DeploymentPlan) -> RunIdentity:
+    """How MLflow knows the run."""
+    content = json.dumps(resolved(run), sort_keys=True)
+    return RunIdentity(
+        run_name=run.name,
+        run_dir=folder.path,
+        config_hash=hashlib.sha256(content.encode()).hexdigest(),
+        params={
+            "strategy": run.planner.strategy.value,
+            "plan": str(plan),
+            "num_gpus": str(run.cluster.num_gpus),
+            "num_tenants": str(len(run.tenants)),
+            "num_buckets": str(run.planner.num_buckets),
+            "base_model": str(run.base_model.path),
+            "gap": f"{plan.gap:.4f}",
+        },
+        tags={"prefect.flow_run_id": str(flow_run.id or "")},
+        tenants=tuple(tenant.name for tenant in run.tenants),
+        tenant_params={
+            tenant.name: {
+                "rank": str(tenant.adapter.rank),
+                "alpha": str(tenant.adapter.alpha),
+                "target_modules": ",".join(tenant.adapter.target_modules),
+                "learning_rate": str(tenant.optimiser.learning_rate),
+                "batch_size": str(tenant.batch_size),
+                "seed": str(tenant.seed),
+            }
+            for tenant in run.tenants
+        },
+    )
+
+
+if __name__ == "__main__":
+    finetune(run=read_run_file(Path(sys.argv[1])))

@@ -1,0 +1,75 @@
+"""Tables for the terminal."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from flows.preview import Preview
+from planning.types import DeploymentPlan
+from tasks.summary import shown
+
+
+def plan_tables(plan: DeploymentPlan) -> list[Table | str]:
+    """A deployment plan: replicas, cost per tenant, alternatives, and what was pruned."""
+    replicas = Table("configuration", "replicas", "GPUs", title=f"Plan {plan} on {plan.num_gpus} GPUs")
+    for group in plan.groups:
+        replicas.add_row(str(group.config), str(group.num_replicas), str(group.num_replicas * group.config.num_gpus))
+    if plan.num_used_gpus < plan.num_gpus:
+        replicas.add_row("left out", "", str(plan.num_gpus - plan.num_used_gpus))
+    tenants = Table("tenant", "GPU seconds per step", title="Predicted cost")
+    for name, gpu_seconds in plan.tenant_gpu_seconds.items():
+        tenants.add_row(name, f"{gpu_seconds:.3g}")
+    headline = (
+        f"Predicted step {plan.predicted_step_seconds:.4g} s; no plan can be faster than "
+        f"{plan.lower_bound_seconds:.4g} s (gap {plan.gap:.1%}); solved in {plan.solve_seconds:.2f} s."
+    )
+    tables: list[Table | str] = [replicas, headline, tenants]
+    if plan.pruned:
+        pruned = Table("configuration", "reason", title="Not usable")
+        for item in plan.pruned:
+            pruned.add_row(str(item.config), item.reason)
+        tables.append(pruned)
+    return tables
+
+
+def validation_table(preview: Preview) -> Table:
+    """Every tenant's rows, tokens and rejects, or why it cannot be trained."""
+    table = Table("tenant", "rows", "tokens", "rejected", "reasons", title=f"Run {preview.run.name}")
+    for tenant in preview.prepared:
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(tenant.reject_reasons.items()))
+        table.add_row(tenant.tenant, str(tenant.num_rows), str(tenant.num_tokens), str(tenant.num_rejects), reasons)
+    for failure in preview.failures:
+        table.add_row(failure.tenant, "-", "-", "-", failure.reason)
+    return table
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """A finished run: every tenant's losses, tokens, GPU seconds and adapter folder."""
+    title = (
+        f"Plan {summary['plan']}: {summary['steps']} steps, {summary['gpu_seconds']:.1f} GPU seconds "
+        f"(+ {summary['overhead_gpu_seconds']:.1f} overhead)"
+    )
+    table = Table("tenant", "status", "loss", "tokens", "GPU seconds", "adapter", title=title)
+    for name, tenant in summary["tenants"].items():
+        losses = f"{shown(tenant['first_loss'])} -> {shown(tenant['last_loss'])}"
+        cost = f"{tenant['gpu_seconds']:.1f}"
+        where = tenant["adapter_path"] or tenant["reason"]
+        table.add_row(name, tenant["status"], losses, str(tenant["tokens"]), cost, where)
+    return table
+
+
+def status_tables(status: Mapping[str, Any]) -> list[Table | str]:
+    """A run under way."""
+    left = status["seconds_left"]
+    headline = (
+        f"{status['run_dir']}: {status['stage']}, step {status['step']} of {status['num_steps'] or '?'}"
+        + (f", about {left:.0f} s left" if left else "")
+        + f"; {status['gpu_seconds']:.1f} GPU seconds (+ {status['overhead_gpu_seconds']:.1f} overhead)"
+    )
+    table = Table("tenant", "status", "steps", "loss", "tokens", "GPU seconds")
+    for name, tenant in status["tenants"].items():
+        losses = f"{shown(tenant['first_loss'])} -> {shown(tenant['last_loss'])}"
+        cost = f"{tenant['gpu_seconds']:.1f}"
+        table.add_row(name, tenant["status"], str(tenant["steps"]), losses, str(tenant["tokens"]), cost)
+    return [headline, table]

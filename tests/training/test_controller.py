@@ -1,0 +1,200 @@
+"""Joint training through the real fleet: agent, ranks, store, checkpoints. The unbroken run is the oracle."""
+
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.numpy import load_file
+
+from planning.config import ClusterConfig, PlannerConfig
+from planning.types import Candidate, DeploymentPlan, ParallelConfig, ReplicaGroup
+from training.checkpoint import CheckpointStore
+from training.config import AdapterConfig, BaseModelConfig, TenantConfig, TrainingConfig
+from training.controller import TenantFailedError, TrainingFiles, TrainingRequest, TrainingResult, train
+from training.fleet import FleetError
+from training.journal import effective_steps, overhead_gpu_seconds, read_journal
+from training.progress import TenantStatus
+
+SMALL, WIDE = ParallelConfig(1, 1), ParallelConfig(2, 1)
+CANDIDATES = (Candidate(SMALL, 64, 1e-3, 1e-5, 0.0), Candidate(WIDE, 160, 1e-3, 7e-6, 0.0))
+PLAN = DeploymentPlan(
+    groups=(ReplicaGroup(WIDE, 1), ReplicaGroup(SMALL, 1)),
+    num_gpus=4,  # one is left out, and costs
+    predicted_step_seconds=0.01,
+    lower_bound_seconds=0.01,
+    solve_seconds=0.0,
+    tenant_gpu_seconds={},
+    pruned=(),
+    alternatives=(),
+)
+NUM_STEPS = 8
+
+
+def tenant(name: str, seed: int, steps: int, learning_rate: float = 2e-3) -> TenantConfig:
+    return TenantConfig(
+        name=name,
+        dataset={"path": "unused", "prompt_column": "p", "response_column": "r"},
+        adapter={"rank": 4, "alpha": 8, "target_modules": ["q_proj", "o_proj", "up_proj"]},
+        optimiser={"learning_rate": learning_rate},
+        batch_size=5,
+        steps=steps,
+        seed=seed,
+    )
+
+
+def diverging_tenant() -> TenantConfig:
+    """After one update the product of its gate and up projections overflows float32: inf - inf in the down projection."""
+    bad = tenant("bad", 2, NUM_STEPS, learning_rate=10)
+    return bad.model_copy(update={"adapter": AdapterConfig(rank=4, alpha=1e19, target_modules=("gate_proj", "up_proj"))})
+
+
+@pytest.fixture(scope="module")
+def make_request(base_model_folder: Callable[[str], Path], token_path: Callable[..., Path], tmp_path_factory):  # noqa: ANN001, ANN201
+    """`make_request(name, tenants)`: a training in its own folder, on one wide and one small replica."""
+
+    def build(name: str, *tenants: TenantConfig, **training: object) -> TrainingRequest:
+        root = tmp_path_factory.mktemp(name)
+        tenants = tenants or (tenant("short/words", 1, NUM_STEPS), tenant("long texts", 2, NUM_STEPS - 3))
+        lengths = {0: [12, 20, 33, 9, 25, 40, 17], 1: [60, 100, 130, 75, 150, 90]}
+        return TrainingRequest(
+            files=TrainingFiles(root / "checkpoints", root / "steps.jsonl", root / "plans.jsonl", root / "logs"),
+            base_model=BaseModelConfig(path=base_model_folder("llama")),
+            tenants=tenants,
+            token_paths={t.name: token_path(root, f"tenant{i}", lengths[i], seed=i) for i, t in enumerate(tenants)},
+            plan=PLAN,
+            candidates=CANDIDATES,
+            cluster=ClusterConfig(num_gpus=4),
+            planner=PlannerConfig(num_buckets=4),
+            training=TrainingConfig(**{"save_every": 3, **training}),
+        )
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def unbroken(make_request) -> tuple[TrainingRequest, TrainingResult]:  # noqa: ANN001
+    request = make_request("unbroken")
+    return request, train(request)
+
+
+def adapters(result: TrainingResult) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((result.checkpoint.folder / "adapters").iterdir())}
+
+
+def fleet_processes() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if "training.agent" in " ".join(p.cmdline())]
+
+
+def assert_no_process_left(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive
+
+
+def at_step(step: int, act: Callable[[], None]) -> Callable[[dict], None]:
+    """An observer that acts once, when a step's record arrives."""
+
+    def observe(record: dict) -> None:
+        if record["event"] == "step" and record["step"] == step:
+            act()
+
+    return observe
+
+
+def test_every_gpu_second_is_charged_to_tenants_or_to_overhead(make_request) -> None:  # noqa: ANN001
+    request = make_request("accounts")
+    started = time.perf_counter()
+    result = train(request)
+    bill = (time.perf_counter() - started) * request.cluster.num_gpus
+    records = read_journal(request.files.steps)
+    steps = effective_steps(records)
+    assert [step["step"] for step in steps] == list(range(NUM_STEPS))
+    for step in steps:
+        assert sum(t["gpu_seconds"] for t in step["tenants"].values()) == pytest.approx(step["gpu_seconds"], rel=1e-9)
+        assert step["measured_seconds"] * request.cluster.num_gpus == pytest.approx(step["gpu_seconds"])
+    charged = sum(step["gpu_seconds"] for step in steps) + overhead_gpu_seconds(records)
+    assert charged == pytest.approx(bill, rel=0.02)
+    assert {name: t.status for name, t in result.tenants.items()} == dict.fromkeys(result.tenants, TenantStatus.FINISHED)
+
+
+def test_a_finished_tenant_leaves_the_batch_and_the_others_go_on(unbroken) -> None:  # noqa: ANN001
+    request, _ = unbroken
+    steps = effective_steps(read_journal(request.files.steps))
+    assert [sorted(step["tenants"]) for step in steps] == [["long texts", "short/words"]] * 5 + [["short/words"]] * 3
+    losses = [step["tenants"]["short/words"]["loss"] for step in steps]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_run_stopped_at_any_step_resumes_to_the_same_adapters_bit_for_bit(step: int, unbroken, make_request) -> None:  # noqa: ANN001
+    whole_request, whole = unbroken
+    request = make_request("stopped")
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(request, at_step(step, interrupt))
+    assert_no_process_left(fleet_processes())
+    resumed = train(request)
+    assert adapters(resumed) == adapters(whole)
+    plans = [[(r["step"], r["plan"]) for r in read_journal(x.files.plans)] for x in (request, whole_request)]
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("victim", ["rank", "agent"])
+def test_a_killed_process_is_named_and_the_run_resumes_to_the_same_adapters(victim: str, unbroken, make_request) -> None:  # noqa: ANN001
+    request = make_request("killed")
+    processes: list[psutil.Process] = []
+
+    def kill() -> None:
+        processes.extend(fleet_processes())
+        agent = next(p for p in processes if p.ppid() == os.getpid())
+        target = agent if victim == "agent" else next(p for p in processes if p.ppid() == agent.pid)
+        target.send_signal(signal.SIGKILL)
+
+    with pytest.raises(FleetError, match=r"rank \d was killed by SIGKILL" if victim == "rank" else "agent ended"):
+        train(request, at_step(4, kill))
+    assert len(processes) == 4
+    assert_no_process_left(processes)
+    assert adapters(train(request)) == adapters(unbroken[1])
+
+
+def test_a_diverging_tenant_is_quarantined_and_the_other_trains_as_if_alone(make_request) -> None:  # noqa: ANN001
+    good, bad = tenant("good", 1, NUM_STEPS), diverging_tenant()
+    alone = train(make_request("alone", good))
+    both = train(make_request("both", good, bad, on_tenant_error="skip", max_nonfinite_steps=2))
+    assert both.tenants["bad"].status is TenantStatus.QUARANTINED
+    assert "2 non-finite updates in a row" in both.tenants["bad"].reason
+    assert both.tenants["good"].status is TenantStatus.FINISHED
+    files = [next((r.checkpoint.folder / "adapters").glob("good-*")) for r in (alone, both)]
+    want, got = map(load_file, files)
+    assert max(abs(got[name] - want[name]).max() for name in want) <= 2e-2 * 2e-3
+
+
+def test_a_diverging_tenant_ends_the_run_when_tenants_may_not_fail(make_request) -> None:  # noqa: ANN001
+    request = make_request("fail", diverging_tenant(), max_nonfinite_steps=2)
+    with pytest.raises(TenantFailedError, match=r"tenant 'bad': 2 non-finite updates in a row.*on_tenant_error: skip"):
+        train(request)
+
+
+def test_a_checkpoint_of_one_layout_continues_on_another(unbroken, make_request) -> None:  # noqa: ANN001
+    request = make_request("moved")
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(request, at_step(5, interrupt))
+    assert CheckpointStore(request.files.checkpoints, 2).latest().step == 3
+    elsewhere = dataclasses.replace(PLAN, groups=(ReplicaGroup(WIDE, 1),))
+    request.files.plans.unlink()
+    moved = train(dataclasses.replace(request, plan=elsewhere))
+    for name, content in adapters(unbroken[1]).items():
+        want, got = load_file(unbroken[1].checkpoint.folder / "adapters" / name), load_file(moved.checkpoint.folder / "adapters" / name)
+        assert content
+        assert max(abs(got[key] - want[key]).max() for key in want) <= 2e-2 * 2e-3
