@@ -119,3 +119,25 @@ def _largest_chunks(file: _ProfileFile, where: str) -> dict[ParallelConfig, int]
             raise ProfileError(f"profile {where}: field max_chunk_tokens.{row}: {config} stands twice; delete one")
         largest[config] = entry.tokens
     return largest
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """The JSON form of a profile, such that `read_profile` gives it back."""
+    largest = profile.max_chunk_tokens
+    file = _ProfileFile(
+        schema_version=1,
+        model=profile.name,
+        source=profile.source,
+        chunk_ms_per_layer="a + b*tokens + c*sum(length^2)",
+        num_layers=profile.num_layers,
+        coefficients_by_tp={
+            tp: _Coefficients(
+                a_ms=cost.fixed_seconds * 1e3,
+                b_ms_per_token=cost.seconds_per_token * 1e3,
+                c_ms_per_token2=cost.seconds_per_token2 * 1e3,
+            )
+            for tp, cost in profile.layer_cost_by_tp.items()
+        },
+        max_chunk_tokens=largest and tuple(_LargestChunk(tp=c.tp, pp=c.pp, tokens=t) for c, t in largest.items()),
+    )
+    path.write_text(file.model_dump_json(indent=1, exclude_none=True) + "\n", encoding="utf-8")
