@@ -125,6 +125,8 @@ def test_the_gpu_second_figure_stacks_the_tenants_up_to_the_bill_of_the_step(ste
     assert_is_png(tmp_path / "gpu_seconds.png")
     tops = {patch.get_label(): list(patch.get_data().values) for patch in steps.patches}
     assert tops == {"chat": [1.0, 1.0, 1.0], "code": [3.0, 3.0, 1.0]}
+    code = next(patch for patch in steps.patches if patch.get_label() == "code")
+    assert list(code.get_data().baseline) == tops["chat"]
     assert [label.get_text() for label in totals.get_yticklabels()] == ["code", "chat"]
     assert [text.strip() for text in texts(totals)] == ["4 (57%)", "3 (43%)"]
 
