@@ -31,20 +31,25 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 @app.command()
 def run(
     run_file: RunFile,
-    run_dir: Annotated[Path | None, typer.Option(help="Run folder; default runs/<name>. Resumes what lies there")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Run folder; default runs/<name>. Resumes what lies there")
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start anew; an old run folder is kept, renamed")] = False,
 ) -> None:
     """Run a joint fine-tuning from data files to adapters."""
     from flows.config import read_run_file
     from flows.report import summary_table
     from flows.validation import check_run
+    from tasks.run_folder import RunFolder
 
     config = read_run_file(run_file)
+    folder = run_dir or config.default_run_dir
+    if not fresh:
+        RunFolder(folder).refuse_finished()
     check_run(config, run_file)
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
     from flows.finetune import finetune
 
-    folder = run_dir or config.default_run_dir
     summary = finetune(run=config, run_dir=folder, fresh=fresh)
     console.print(summary_table(summary))
     console.print(f"Run folder: {folder}")

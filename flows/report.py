@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from flows.preview import Preview
 from planning.types import DeploymentPlan
@@ -50,7 +50,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         f"Plan {summary['plan']}: {summary['steps']} steps, {summary['gpu_seconds']:.1f} GPU seconds "
         f"(+ {summary['overhead_gpu_seconds']:.1f} overhead)"
     )
-    table = Table("tenant", "status", "loss", "tokens", "GPU seconds", "adapter", title=title)
+    table = Table("tenant", "status", "loss", "tokens", "GPU seconds", Column("adapter", overflow="fold"), title=title)
     for name, tenant in summary["tenants"].items():
         losses = f"{shown(tenant['first_loss'])} -> {shown(tenant['last_loss'])}"
         cost = f"{tenant['gpu_seconds']:.1f}"

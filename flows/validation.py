@@ -30,7 +30,7 @@ def check_run(run: RunConfig, run_file: Path | None = None) -> BaseModel:
         limit = tenant.dataset.max_length
         if limit is not None and limit > base.max_positions:
             raise InputError(
-                f"{where}.dataset.max_length is {limit}, but the base model has {base.max_positions} positions; lower it"
+                f"{where}.dataset.max_length is {limit}, the base model has {base.max_positions} positions; lower it"
             )
     return base
 

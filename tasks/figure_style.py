@@ -11,9 +11,19 @@ from matplotlib.ticker import MaxNLocator
 # Paul Tol's "vibrant" scheme and the darker half of his "muted" one: told apart with every common colour blindness,
 # and dark enough for text on white.
 COLOURS = (
-    "#0077BB", "#EE7733", "#009988", "#AA3377", "#33BBEE", "#CC3311",
-    "#332288", "#997700", "#117733", "#EE3377", "#44AA99", "#882255",
-)  # fmt: skip
+    "#0077BB",
+    "#EE7733",
+    "#009988",
+    "#AA3377",
+    "#33BBEE",
+    "#CC3311",
+    "#332288",
+    "#997700",
+    "#117733",
+    "#EE3377",
+    "#44AA99",
+    "#882255",
+)
 LINE_STYLES = ("-", "--", ":", "-.")  # the second dozen of tenants is dashed, and so on
 REPLICA_BLUES = ("#5E92C4", "#3A72A8", "#25547F", "#153A5B", "#0A2239")  # the more GPUs, the darker
 INK = "#2B2B2B"
@@ -108,6 +118,13 @@ def label_line_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], colours
     heights = spread_apart([y for _, y in ends.values()], 0.055 * (high - low))
     for (name, (x, _)), height in zip(ends.items(), heights, strict=True):
         axes.annotate(
-            name, (x, height), xytext=(7, 0), textcoords="offset points", color=colours[name], va="center",
-            fontsize=9.5, fontweight="bold", annotation_clip=False,
-        )  # fmt: skip
+            name,
+            (x, height),
+            xytext=(7, 0),
+            textcoords="offset points",
+            color=colours[name],
+            va="center",
+            fontsize=9.5,
+            fontweight="bold",
+            annotation_clip=False,
+        )

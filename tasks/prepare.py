@@ -83,6 +83,6 @@ def _refuse_other_data(before: dict[str, str | None], outcomes: Sequence[Outcome
         now = outcome.sha256 if isinstance(outcome, PreparedTenant) else None
         if before.get(outcome.tenant) != now:
             raise InputError(
-                f"tenant {outcome.tenant!r}: its data or the tokenizer changed since this run started; put the old files "
-                "back to resume it, or add --fresh to start anew"
+                f"tenant {outcome.tenant!r}: its data or the tokenizer changed since this run started; put the "
+                "old files back to resume it, or add --fresh to start anew"
             )

@@ -77,6 +77,19 @@ class RunFolder:
     def is_finished(self) -> bool:
         return self.summary.exists()
 
+    def refuse_finished(self) -> None:
+        """Raise InputError if the run is finished."""
+        if self.is_finished:
+            raise InputError(
+                f"{self.path}: this run is finished; add --fresh to run again (the old folder is kept, renamed)"
+            )
+
+    def forget(self) -> None:
+        """Let another configuration have this folder, as long as nothing was trained in it. Rejects stay to be read."""
+        if not self.steps.exists():
+            for path in (self.plan, self.profile, self.histogram, self.prepared, self.config):
+                path.unlink(missing_ok=True)
+
 
 @contextmanager
 def open_run_folder(path: Path, config: dict[str, Any], fresh: bool) -> Iterator[RunFolder]:
@@ -91,19 +104,22 @@ def open_run_folder(path: Path, config: dict[str, Any], fresh: bool) -> Iterator
     with _locked(path / "lock"):
         if fresh and folder.config.exists():
             _set_aside(path)
-        if folder.is_finished:
-            raise InputError(f"{path}: this run is finished; add --fresh to run again (the old folder is kept, renamed)")
+        folder.refuse_finished()
         if folder.config.exists():
             _refuse_other_configuration(folder, config)
         else:
             write_json(folder.config, config)
-        yield folder
+        try:
+            yield folder
+        except InputError:
+            folder.forget()
+            raise
 
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON whole or not at all, and on disk before returning."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     sync_to_disk(partial)
     os.replace(partial, path)
     sync_to_disk(path.parent)
@@ -117,7 +133,8 @@ def _refuse_other_configuration(folder: RunFolder, config: dict[str, Any]) -> No
     keys = changed_keys(read_json(folder.config), config)
     if keys:
         raise InputError(
-            f"{folder.path}: an unfinished run of another configuration lies here; these keys differ: {', '.join(keys)}. "
+            f"{folder.path}: an unfinished run of another configuration lies here, these keys differ: "
+            f"{', '.join(keys)}. "
             "Change them back to resume it, choose another --run-dir, or add --fresh to start anew"
         )
 

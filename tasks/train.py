@@ -39,7 +39,13 @@ def train(request: TrainingRequest, tracker: Tracker) -> TrainingResult:
 @contextmanager
 def _progress() -> Iterator[Callable[[dict], None]]:
     """Shows every step on the terminal, and every few seconds on the run page."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[losses]}"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[losses]}"),
+    )
     artifact: UUID | None = None
     updated = 0.0
     with Progress(*columns) as bar:
@@ -47,7 +53,11 @@ def _progress() -> Iterator[Callable[[dict], None]]:
 
         def advance(record: dict) -> None:
             nonlocal artifact, updated
-            losses = " ".join(f"{name} {result['loss']:.3f}" for name, result in record["tenants"].items() if result["loss"] is not None)
+            losses = " ".join(
+                f"{name} {result['loss']:.3f}"
+                for name, result in record["tenants"].items()
+                if result["loss"] is not None
+            )
             bar.update(line, total=record["num_steps"], completed=record["step"] + 1, losses=losses)
             if time.monotonic() - updated < ARTIFACT_SECONDS:
                 return

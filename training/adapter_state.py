@@ -106,7 +106,7 @@ def load_tenant(checkpoint: Path, tenant: TenantConfig, num_updates: int, stage:
     return optimiser
 
 
-def _reader(file, tenant: TenantConfig, base: BaseModel, prefix: str) -> Callable[[TensorKey], Tensor]:  # noqa: ANN001
+def _reader(file, tenant: TenantConfig, base: BaseModel, prefix: str) -> Callable[[TensorKey], Tensor]:
     names = set(file.keys())
 
     def read(key: TensorKey) -> Tensor:

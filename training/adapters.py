@@ -17,6 +17,7 @@ from training.base_model import BaseModel, module_name
 from training.config import AdapterConfig, TenantConfig
 from training.layout import Stage
 
+
 @dataclass(frozen=True, slots=True, order=True)
 class TensorKey:
     """One adapter tensor: layer, target module and which of the two matrices ("A" or "B")."""
@@ -88,7 +89,9 @@ def initial_tensor(base: BaseModel, tenant: TenantConfig, key: TensorKey) -> Ten
 class Adapter:
     """One tenant's local adapter tensors on one rank."""
 
-    def __init__(self, tenant: str, config: AdapterConfig, stage: Stage, canonical: Callable[[TensorKey], Tensor]) -> None:
+    def __init__(
+        self, tenant: str, config: AdapterConfig, stage: Stage, canonical: Callable[[TensorKey], Tensor]
+    ) -> None:
         """`canonical` gives each tensor in canonical form; the rank keeps its own part of it."""
         self.tenant = tenant
         self.config = config

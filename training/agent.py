@@ -1,8 +1,8 @@
 """Node agent: imports the training stack once, forks this node's ranks, and ends them when anything is wrong.
 
-Started by the controller as `python -m training.agent HOST PORT CONTROLLER_PID GENERATION FIRST_RANK LAST_RANK`. The agent dies with
-the controller; ranks die with the agent. A controller that lives but no longer beats (10 s) counts as dead. When a rank
-ends without a word, the agent reports it; then it kills the others, which would wait for it for ever.
+The controller starts it as `python -m training.agent` with the fields of `AgentArguments` as arguments. The agent dies
+with the controller; ranks die with the agent. A controller that lives but no longer beats (10 s) counts as dead. When a
+rank ends without a word, the agent reports it; then it kills the others, which would wait for it for ever.
 """
 
 import json

@@ -109,7 +109,7 @@ class BaseModel:
 
     def expected_tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Name and shape of every tensor of this architecture."""
-        hidden, ffn = self.hidden_size, self.ffn_size
+        hidden = self.hidden_size
         yield "model.embed_tokens.weight", (self.vocab_size, hidden)
         yield "model.norm.weight", (hidden,)
         if not self.tied_embeddings:
@@ -135,7 +135,9 @@ class BaseModel:
         expected = dict(self.expected_tensors())
         missing = sorted(set(expected) - set(self.tensor_files))
         if missing:
-            raise BaseModelError(f"base_model.path {self.folder}: tensor {missing[0]} is missing ({len(missing)} in all)")
+            raise BaseModelError(
+                f"base_model.path {self.folder}: tensor {missing[0]} is missing ({len(missing)} in all)"
+            )
         allowed = {"lm_head.weight"} if self.tied_embeddings else set()
         extra = sorted(
             name
@@ -230,7 +232,7 @@ def _rope_factor(folder: Path, raw: dict[str, object]) -> float | None:
     return float(scaling["factor"])
 
 
-def _open(path: Path):  # type: ignore[no-untyped-def] # noqa: ANN202 - safetensors ships no types
+def _open(path: Path):  # type: ignore[no-untyped-def]
     try:
         return safe_open(path, framework="numpy")
     except (OSError, ValueError) as error:

@@ -111,9 +111,13 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {folder} is incomplete: {error}") from error
     if state.get("schema_version") != SCHEMA_VERSION:
-        raise CheckpointError(f"checkpoint {folder} has schema version {state.get('schema_version')}, not {SCHEMA_VERSION}")
+        raise CheckpointError(
+            f"checkpoint {folder} has schema version {state.get('schema_version')}, not {SCHEMA_VERSION}"
+        )
     if found != manifest["sha256"]:
-        differing = sorted(name for name in set(found) | set(manifest["sha256"]) if found.get(name) != manifest["sha256"].get(name))
+        differing = sorted(
+            name for name in set(found) | set(manifest["sha256"]) if found.get(name) != manifest["sha256"].get(name)
+        )
         raise CheckpointError(f"checkpoint {folder} is damaged: {', '.join(differing)} differ from the manifest")
     return Checkpoint(folder, state)
 

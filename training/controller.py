@@ -195,7 +195,12 @@ class _Controller:
         self.plans.sync()
         folder = self.store.save(state, fleet.save)
         self._record(
-            {"event": "checkpoint", "step": self.step, "folder": folder.name, "overhead_gpu_seconds": self.clock.charge()}
+            {
+                "event": "checkpoint",
+                "step": self.step,
+                "folder": folder.name,
+                "overhead_gpu_seconds": self.clock.charge(),
+            }
         )
         self.steps.sync()
 

@@ -50,8 +50,9 @@ class Fleet:
         self.spec = spec
         listener = socket.create_server((LOOPBACK, 0))
         self._port = listener.getsockname()[1]
-        server = dist.TCPStore(LOOPBACK, self._port, is_master=True, wait_for_workers=False,
-                               master_listen_fd=listener.detach())  # fmt: skip
+        server = dist.TCPStore(
+            LOOPBACK, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         self._generation = generation
         self._store = dist.PrefixStore(f"generation-{generation}", server)
         self._store.set(SPEC_KEY, spec.model_dump_json())
@@ -68,11 +69,16 @@ class Fleet:
         last_rank = self.spec.world_size - 1
         self.spec.log_dir.mkdir(parents=True, exist_ok=True)
         arguments = [LOOPBACK, *map(str, (self._port, os.getpid(), self._generation, 0, last_rank))]
-        environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
-                       "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         with (self.spec.log_dir / "agent.log").open("a") as log:
             self._agent = subprocess.Popen(
-                [sys.executable, "-m", "training.agent", *arguments],
+                [sys.executable, "-W", "ignore::UserWarning", "-m", "training.agent", *arguments],
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -115,7 +121,9 @@ class Fleet:
     def __enter__(self) -> "Fleet":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
         self.stop() if kind is None else self.kill()
 
     def _send(self, command: dict) -> None:

@@ -31,7 +31,9 @@ class Journal:
     def __enter__(self) -> "Journal":
         return self
 
-    def __exit__(self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
         self.sync()
         self._file.close()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, group, num_valid):  # noqa: ANN001, ANN205
+    def forward(ctx, logits, labels, group, num_valid):
         scores = logits.float()
         columns = scores.shape[1]
         if num_valid < columns:
@@ -34,7 +34,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return sums[1].log() - sums[0]
 
     @staticmethod
-    def backward(ctx, gradient):  # noqa: ANN001, ANN205
+    def backward(ctx, gradient):
         probabilities, local, inside = ctx.saved_tensors
         result = probabilities.clone()
         result.scatter_add_(1, local[:, None], -inside.to(result.dtype)[:, None])

@@ -33,7 +33,7 @@ class _CpuTorch(types.ModuleType):
         return getattr(torch, name)
 
     @staticmethod
-    def zeros(*args, **kwargs) -> torch.Tensor:  # noqa: ANN002, ANN003 - torch.zeros' own signature
+    def zeros(*args, **kwargs) -> torch.Tensor:
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
         return torch.zeros(*args, **kwargs)

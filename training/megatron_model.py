@@ -118,7 +118,7 @@ class ReplicaModel:
         """Logits_BTV of one chunk on the last stage, None elsewhere. Collective over the replica."""
         collected: list[Tensor] = []
 
-        def forward_step(chunks: Iterator[CollatedChunk], model: GPTModel):  # noqa: ANN202
+        def forward_step(chunks: Iterator[CollatedChunk], model: GPTModel):
             def keep(output: Tensor, non_loss_data: bool = False) -> Tensor:
                 shards = [torch.empty_like(output) for _ in range(self.groups.tp.size())]
                 dist.all_gather(shards, output.contiguous(), group=self.groups.tp)
@@ -130,7 +130,7 @@ class ReplicaModel:
         self._schedule([chunk], forward_step, forward_only=True, collect_non_loss_data=True)
         return collected[0] if collected else None
 
-    def _schedule(self, chunks, forward_step, **options) -> list:  # noqa: ANN001, ANN003
+    def _schedule(self, chunks, forward_step, **options) -> list:
         if self._communicator is not None:
             options["p2p_communicator"] = self._communicator
         return get_forward_backward_func(self.groups.pp.size(), None)(
@@ -150,7 +150,7 @@ class ReplicaModel:
         params = LoraChunkParams(qkv_format="sbhd", spans=Spans(1, items), max_seqlen_q=length, max_seqlen_kv=length)
         return model(torch.from_numpy(chunk.tokens_BT).to(self.stage.device), None, None, packed_seq_params=params)
 
-    def _forward_step(self, chunks: Iterator[CollatedChunk], model: GPTModel):  # noqa: ANN202
+    def _forward_step(self, chunks: Iterator[CollatedChunk], model: GPTModel):
         chunk = next(chunks)
         output = self._forward(chunk, model)
 
@@ -255,7 +255,7 @@ def _wrap_linears(model: GPTModel, stage: Stage, adapters: dict[str, Adapter], t
             setattr(parent, kind, linear)
             wrapped.append(linear)
 
-        def hand_over_spans(_module, _args, kwargs, wrapped=tuple(wrapped)) -> None:  # noqa: ANN001
+        def hand_over_spans(_module, _args, kwargs, wrapped=tuple(wrapped)) -> None:
             for linear in wrapped:
                 linear.spans = kwargs["packed_seq_params"].spans
 

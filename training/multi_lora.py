@@ -74,13 +74,13 @@ class _CopyToTensorParallel(torch.autograd.Function):
     """Identity; backward all-reduces the gradients of all inputs in one flat call over the tensor-parallel group."""
 
     @staticmethod
-    def forward(ctx, group, *inputs):  # noqa: ANN001, ANN205
+    def forward(ctx, group, *inputs):
         ctx.group = group
         ctx.shapes = [x.shape for x in inputs]
         return tuple(x.view_as(x) for x in inputs)
 
     @staticmethod
-    def backward(ctx, *gradients):  # noqa: ANN001, ANN205
+    def backward(ctx, *gradients):
         return None, *_all_reduce_together(gradients, ctx.shapes, ctx.group)
 
 
@@ -88,18 +88,19 @@ class _ReduceFromTensorParallel(torch.autograd.Function):
     """All-reduces all inputs in one flat call over the tensor-parallel group; backward is the identity."""
 
     @staticmethod
-    def forward(ctx, group, *inputs):  # noqa: ANN001, ANN205
+    def forward(ctx, group, *inputs):
         return tuple(_all_reduce_together(inputs, [x.shape for x in inputs], group))
 
     @staticmethod
-    def backward(ctx, *gradients):  # noqa: ANN001, ANN205
+    def backward(ctx, *gradients):
         return None, *gradients
 
 
-def _all_reduce_together(tensors, shapes, group) -> list[Tensor]:  # noqa: ANN001
+def _all_reduce_together(tensors, shapes, group) -> list[Tensor]:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=group)
-    return [part.view(shape) for part, shape in zip(flat.split([shape.numel() for shape in shapes]), shapes)]
+    sizes = [shape.numel() for shape in shapes]
+    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
 
 
 class MultiLoraLinear(nn.Module):
@@ -116,7 +117,7 @@ class MultiLoraLinear(nn.Module):
     def weight(self) -> Tensor:
         return self.frozen.weight
 
-    def forward(self, hidden: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None]:  # noqa: ANN002, ANN003
+    def forward(self, hidden: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
         """hidden_TBD -> (output_TBO, bias). Extra arguments are the frozen layer's own."""
         output, bias = self.frozen(hidden, *args, **kwargs)
         spans = self.spans
@@ -131,7 +132,9 @@ class MultiLoraLinear(nn.Module):
         if self.place.tp > 1:
             reduce = _ReduceFromTensorParallel if self.place.row_parallel else _CopyToTensorParallel
             lows = reduce.apply(self.place.tp_group, *lows)
-        updates = {index: F.linear(low, fused[index][1].to(hidden.dtype)) for index, low in zip(active, lows)}
+        updates = {
+            index: F.linear(low, fused[index][1].to(hidden.dtype)) for index, low in zip(active, lows, strict=True)
+        }
         whole = [
             updates[index] if index in updates else part.new_zeros(*part.shape[:-1], output.shape[-1])
             for index, part in enumerate(parts)
@@ -139,7 +142,7 @@ class MultiLoraLinear(nn.Module):
         return output + torch.cat(whole, spans.dim), bias
 
     def _fused_pair(self, tenant: str) -> tuple[Tensor, Tensor] | None:
-        """Fused (A [R, in], scaled B [out, R]) of a tenant in this layer; None if its adapter leaves the layer alone."""
+        """Fused (A [R, in], scaled B [out, R]) of a tenant in this layer; None if its adapter has no part in it."""
         adapter = self.adapters.get(tenant)
         if adapter is None:
             return None

@@ -65,9 +65,7 @@ class TenantOptimiser:
 class JointOptimiser:
     """All tenants' optimisers of one rank. `control_group` is the whole world over gloo."""
 
-    def __init__(
-        self, optimisers: dict[str, TenantOptimiser], stage: Stage, control_group: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, optimisers: dict[str, TenantOptimiser], stage: Stage, control_group: dist.ProcessGroup) -> None:
         self.optimisers = optimisers
         self.stage = stage
         self.control_group = control_group

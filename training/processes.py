@@ -11,7 +11,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """SIGKILL this process when the thread that started it ends (Linux). Exits at once if the parent is gone already."""
+    """SIGKILL this process when the thread that started it ends (Linux); exit at once if the parent is gone already."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)

@@ -44,8 +44,13 @@ class PlannedStep:
 class StepPlanner:
     """Draws and dispatches for a fixed deployment."""
 
-    def __init__(self, plan: DeploymentPlan, candidates: Sequence[Candidate], dispatcher: Dispatcher,
-                 token_files: Mapping[str, TokenFile]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        plan: DeploymentPlan,
+        candidates: Sequence[Candidate],
+        dispatcher: Dispatcher,
+        token_files: Mapping[str, TokenFile],
+    ) -> None:
         self.replicas = plan.replicas
         self.candidates = {candidate.config: candidate for candidate in candidates}
         self.dispatcher = dispatcher

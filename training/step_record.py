@@ -9,8 +9,13 @@ from planning.types import Candidate, Chunk, DeploymentPlan, ParallelConfig
 from training.step_planner import PlannedStep
 
 
-def step_record(planned: PlannedStep, reports: Sequence[dict], plan: DeploymentPlan,
-                candidates: Mapping[ParallelConfig, Candidate], gpu_seconds: float) -> dict:  # fmt: skip
+def step_record(
+    planned: PlannedStep,
+    reports: Sequence[dict],
+    plan: DeploymentPlan,
+    candidates: Mapping[ParallelConfig, Candidate],
+    gpu_seconds: float,
+) -> dict:
     """Combine a step plan with the ranks' reports. `gpu_seconds` is the step's whole bill, idle time included."""
     replicas = plan.replicas
     chunks: list[tuple[Chunk, ...]] = [()] * len(replicas)

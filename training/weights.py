@@ -90,7 +90,7 @@ class StageWeights:
     def _whole(self, name: str) -> Tensor:
         return self._slice(name)[:]
 
-    def _slice(self, name: str):  # noqa: ANN202 - safetensors ships no types
+    def _slice(self, name: str):
         path = self.base.tensor_files[name]
         if path not in self._files:
             self._files[path] = safe_open(path, framework="pt")

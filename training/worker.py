@@ -56,8 +56,14 @@ class Worker:
     def train(self, plan: StepPlan) -> dict:
         """One step. The report: busy seconds of forward and backward, weighted losses, and (rank 0) the updates."""
         replica = self.stage.position.replica.index
-        chunks = [chunk for wave in plan.waves for job in wave.jobs for member in job.members
-                  if member.replica == replica for chunk in member.chunks]  # fmt: skip
+        chunks = [
+            chunk
+            for wave in plan.waves
+            for job in wave.jobs
+            for member in job.members
+            if member.replica == replica
+            for chunk in member.chunks
+        ]
         loss_weights = {tenant: 1.0 / count for tenant, count in plan.supervised_tokens.items()}
         start = time.perf_counter()
         losses = self.model.forward_backward([collate(chunk, self.token_files, loss_weights) for chunk in chunks])
@@ -110,7 +116,7 @@ def _tenant_optimiser(spec: FleetSpec, tenant: TenantConfig, stage: Stage) -> Te
 
 
 def join_world(spec: FleetSpec, store: dist.Store, rank: int, local_rank: int) -> str:
-    """Join the fleet's world; returns this rank's device. `auto` takes NCCL where CUDA is, gloo on the CPU elsewhere."""
+    """Join the fleet's world; returns this rank's device. `auto` takes NCCL where CUDA is, else gloo on the CPU."""
     use_nccl = spec.backend is Backend.NCCL or (spec.backend is Backend.AUTO and torch.cuda.is_available())
     device = f"cuda:{local_rank}" if use_nccl else "cpu"
     if use_nccl:

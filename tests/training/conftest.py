@@ -11,15 +11,30 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from data_prep.token_file import write_token_file
 from data_prep.types import EncodedSequence
 
 VOCAB = 301  # odd, so that tp pads it
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8,
-         "num_key_value_heads": 4, "vocab_size": VOCAB, "max_position_embeddings": 512}  # fmt: skip
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+}
 ARCHITECTURES = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False, "rms_norm_eps": 1e-5}),
     "mistral": (MistralConfig, MistralForCausalLM, {"tie_word_embeddings": False, "sliding_window": None}),
@@ -61,7 +76,9 @@ def token_path() -> Callable[..., Path]:
         for row, length in enumerate(lengths):
             ids = generator.integers(0, VOCAB, length)
             sequences.append(
-                EncodedSequence(input_ids=tuple(map(int, ids)), loss_spans=((max(1, length // 3), length),), source_row=row + 1)
+                EncodedSequence(
+                    input_ids=tuple(map(int, ids)), loss_spans=((max(1, length // 3), length),), source_row=row + 1
+                )
             )
         path = folder / f"{name}.arrow"
         write_token_file(path, sequences)
@@ -70,7 +87,7 @@ def token_path() -> Callable[..., Path]:
     return build
 
 
-def _rank_main(function: Callable[[int], object], rank: int, world_size: int, port: int, results) -> None:  # noqa: ANN001
+def _rank_main(function: Callable[[int], object], rank: int, world_size: int, port: int, results) -> None:
     torch.set_num_threads(1)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, world_size=world_size)

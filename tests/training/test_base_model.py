@@ -19,7 +19,7 @@ def folder(base_model_folder: Callable[[str], Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(base_model_folder("llama"), tmp_path / "llama"))
 
 
-def read(folder: Path):  # noqa: ANN201
+def read(folder: Path):
     return read_base_model(BaseModelConfig(path=folder))
 
 
@@ -37,13 +37,16 @@ def test_saved_models_of_all_architectures_pass(architecture: str, base_model_fo
     assert base.shape(DType.BFLOAT16) == ModelShape(4, 64, 96, 8, 4, head_dim, 301, tied, 2)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"model_type": "gpt2"}, "architecture 'gpt2' is not supported; choose one of llama"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling"),
-    ({"attention_bias": True}, "biases"),
-    ({"hidden_act": "gelu"}, "activation 'gelu'"),
-    ({"quantization_config": {"bits": 4}}, "quantised"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "architecture 'gpt2' is not supported; choose one of llama"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling"),
+        ({"attention_bias": True}, "biases"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+    ],
+)
 def test_what_megatron_would_compute_differently_is_refused(folder: Path, change: dict, message: str) -> None:
     change_config(folder, **change)
     with pytest.raises(BaseModelError, match=message):

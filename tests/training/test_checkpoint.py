@@ -8,7 +8,7 @@ import pytest
 from training.checkpoint import CheckpointError, CheckpointStore, read_checkpoint
 
 
-def write_tensors(content: bytes):  # noqa: ANN201
+def write_tensors(content: bytes):
     def write(folder: Path) -> None:
         (folder / "adapters" / "a.safetensors").write_bytes(content)
         (folder / "optimiser" / "a.safetensors").write_bytes(content)
@@ -55,7 +55,7 @@ def test_a_write_that_fails_leaves_older_checkpoints_and_nothing_partial(tmp_pat
         (folder / "adapters" / "a.safetensors").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(CheckpointError, match="No space left.*free disk space"):
+    with pytest.raises(CheckpointError, match=r"No space left.*free disk space"):
         store.save({"step": 10, "tenants": {}}, full_disk)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
     assert store.latest().step == 5

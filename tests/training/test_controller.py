@@ -48,13 +48,15 @@ def tenant(name: str, seed: int, steps: int, learning_rate: float = 2e-3) -> Ten
 
 
 def diverging_tenant() -> TenantConfig:
-    """After one update the product of its gate and up projections overflows float32: inf - inf in the down projection."""
+    """After one update the product of its gate and up projections overflows: inf - inf in the down projection."""
     bad = tenant("bad", 2, NUM_STEPS, learning_rate=10)
-    return bad.model_copy(update={"adapter": AdapterConfig(rank=4, alpha=1e19, target_modules=("gate_proj", "up_proj"))})
+    return bad.model_copy(
+        update={"adapter": AdapterConfig(rank=4, alpha=1e19, target_modules=("gate_proj", "up_proj"))}
+    )
 
 
 @pytest.fixture(scope="module")
-def make_request(base_model_folder: Callable[[str], Path], token_path: Callable[..., Path], tmp_path_factory):  # noqa: ANN001, ANN201
+def make_request(base_model_folder: Callable[[str], Path], token_path: Callable[..., Path], tmp_path_factory):
     """`make_request(name, tenants)`: a training in its own folder, on one wide and one small replica."""
 
     def build(name: str, *tenants: TenantConfig, **training: object) -> TrainingRequest:
@@ -77,7 +79,7 @@ def make_request(base_model_folder: Callable[[str], Path], token_path: Callable[
 
 
 @pytest.fixture(scope="module")
-def unbroken(make_request) -> tuple[TrainingRequest, TrainingResult]:  # noqa: ANN001
+def unbroken(make_request) -> tuple[TrainingRequest, TrainingResult]:
     request = make_request("unbroken")
     return request, train(request)
 
@@ -105,7 +107,7 @@ def at_step(step: int, act: Callable[[], None]) -> Callable[[dict], None]:
     return observe
 
 
-def test_every_gpu_second_is_charged_to_tenants_or_to_overhead(make_request) -> None:  # noqa: ANN001
+def test_every_gpu_second_is_charged_to_tenants_or_to_overhead(make_request) -> None:
     request = make_request("accounts")
     started = time.perf_counter()
     result = train(request)
@@ -118,10 +120,12 @@ def test_every_gpu_second_is_charged_to_tenants_or_to_overhead(make_request) -> 
         assert step["measured_seconds"] * request.cluster.num_gpus == pytest.approx(step["gpu_seconds"])
     charged = sum(step["gpu_seconds"] for step in steps) + overhead_gpu_seconds(records)
     assert charged == pytest.approx(bill, rel=0.02)
-    assert {name: t.status for name, t in result.tenants.items()} == dict.fromkeys(result.tenants, TenantStatus.FINISHED)
+    assert {name: t.status for name, t in result.tenants.items()} == dict.fromkeys(
+        result.tenants, TenantStatus.FINISHED
+    )
 
 
-def test_a_finished_tenant_leaves_the_batch_and_the_others_go_on(unbroken) -> None:  # noqa: ANN001
+def test_a_finished_tenant_leaves_the_batch_and_the_others_go_on(unbroken) -> None:
     request, _ = unbroken
     steps = effective_steps(read_journal(request.files.steps))
     assert [sorted(step["tenants"]) for step in steps] == [["long texts", "short/words"]] * 5 + [["short/words"]] * 3
@@ -130,7 +134,7 @@ def test_a_finished_tenant_leaves_the_batch_and_the_others_go_on(unbroken) -> No
 
 
 @pytest.mark.parametrize("step", [1, 4])
-def test_a_run_stopped_at_any_step_resumes_to_the_same_adapters_bit_for_bit(step: int, unbroken, make_request) -> None:  # noqa: ANN001
+def test_a_run_stopped_at_any_step_resumes_to_the_same_adapters_bit_for_bit(step: int, unbroken, make_request) -> None:
     whole_request, whole = unbroken
     request = make_request("stopped")
 
@@ -147,7 +151,9 @@ def test_a_run_stopped_at_any_step_resumes_to_the_same_adapters_bit_for_bit(step
 
 
 @pytest.mark.parametrize("victim", ["rank", "agent"])
-def test_a_killed_process_is_named_and_the_run_resumes_to_the_same_adapters(victim: str, unbroken, make_request) -> None:  # noqa: ANN001
+def test_a_killed_process_is_named_and_the_run_resumes_to_the_same_adapters(
+    victim: str, unbroken, make_request
+) -> None:
     request = make_request("killed")
     processes: list[psutil.Process] = []
 
@@ -164,7 +170,7 @@ def test_a_killed_process_is_named_and_the_run_resumes_to_the_same_adapters(vict
     assert adapters(train(request)) == adapters(unbroken[1])
 
 
-def test_a_diverging_tenant_is_quarantined_and_the_other_trains_as_if_alone(make_request) -> None:  # noqa: ANN001
+def test_a_diverging_tenant_is_quarantined_and_the_other_trains_as_if_alone(make_request) -> None:
     good, bad = tenant("good", 1, NUM_STEPS), diverging_tenant()
     alone = train(make_request("alone", good))
     both = train(make_request("both", good, bad, on_tenant_error="skip", max_nonfinite_steps=2))
@@ -176,13 +182,13 @@ def test_a_diverging_tenant_is_quarantined_and_the_other_trains_as_if_alone(make
     assert max(abs(got[name] - want[name]).max() for name in want) <= 2e-2 * 2e-3
 
 
-def test_a_diverging_tenant_ends_the_run_when_tenants_may_not_fail(make_request) -> None:  # noqa: ANN001
+def test_a_diverging_tenant_ends_the_run_when_tenants_may_not_fail(make_request) -> None:
     request = make_request("fail", diverging_tenant(), max_nonfinite_steps=2)
     with pytest.raises(TenantFailedError, match=r"tenant 'bad': 2 non-finite updates in a row.*on_tenant_error: skip"):
         train(request)
 
 
-def test_a_checkpoint_of_one_layout_continues_on_another(unbroken, make_request) -> None:  # noqa: ANN001
+def test_a_checkpoint_of_one_layout_continues_on_another(unbroken, make_request) -> None:
     request = make_request("moved")
 
     def interrupt() -> None:
@@ -195,6 +201,9 @@ def test_a_checkpoint_of_one_layout_continues_on_another(unbroken, make_request)
     request.files.plans.unlink()
     moved = train(dataclasses.replace(request, plan=elsewhere))
     for name, content in adapters(unbroken[1]).items():
-        want, got = load_file(unbroken[1].checkpoint.folder / "adapters" / name), load_file(moved.checkpoint.folder / "adapters" / name)
+        want, got = (
+            load_file(unbroken[1].checkpoint.folder / "adapters" / name),
+            load_file(moved.checkpoint.folder / "adapters" / name),
+        )
         assert content
         assert max(abs(got[key] - want[key]).max() for key in want) <= 2e-2 * 2e-3

@@ -30,7 +30,9 @@ UNEQUAL = ((2, 1), (1, 2), (1, 1))
 LENGTHS = [33, 17, 50, 9, 21, 40, 12, 28, 19, 45]
 
 
-def tenant(name: str, rank: int, alpha: float, targets: tuple[str, ...], optimiser: OptimiserConfig, seed: int) -> TenantConfig:
+def tenant(
+    name: str, rank: int, alpha: float, targets: tuple[str, ...], optimiser: OptimiserConfig, seed: int
+) -> TenantConfig:
     return TenantConfig(
         name=name,
         dataset={"path": "unused", "prompt_column": "p", "response_column": "r"},
@@ -119,7 +121,7 @@ def start_values(folder: Path, t: TenantConfig, b_scale: float) -> dict[TensorKe
     return values
 
 
-def peft_model(folder: Path, t: TenantConfig, values: dict[TensorKey, torch.Tensor]):  # noqa: ANN201
+def peft_model(folder: Path, t: TenantConfig, values: dict[TensorKey, torch.Tensor]):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     config = LoraConfig(r=t.adapter.rank, lora_alpha=t.adapter.alpha, target_modules=list(t.adapter.target_modules))
     model = get_peft_model(model, config)
@@ -131,14 +133,26 @@ def peft_model(folder: Path, t: TenantConfig, values: dict[TensorKey, torch.Tens
     return model, named
 
 
-def peft_alone(folder: Path, t: TenantConfig, path: Path, plans: list[StepPlan], b_scale: float, num_updates: int) -> dict:
+def peft_alone(
+    folder: Path, t: TenantConfig, path: Path, plans: list[StepPlan], b_scale: float, num_updates: int
+) -> dict:
     """Train one tenant alone with transformers + peft; its adapter, or with 0 updates the first gradient."""
     model, named = peft_model(folder, t, start_values(folder, t, b_scale))
     o = t.optimiser
-    adamw = torch.optim.AdamW(named.values(), lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay)
+    adamw = torch.optim.AdamW(
+        named.values(), lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
+    )
     tokens, losses = TokenFile(path), []
     for plan in plans:
-        rows = [s.row for w in plan.waves for j in w.jobs for m in j.members for c in m.chunks for s in c.sequences if s.tenant == t.name]
+        rows = [
+            s.row
+            for w in plan.waves
+            for j in w.jobs
+            for m in j.members
+            for c in m.chunks
+            for s in c.sequences
+            if s.tenant == t.name
+        ]
         if not rows:
             continue
         total = 0.0
@@ -192,7 +206,7 @@ def assert_same_adapter(got: dict, want: dict, start: dict, learning_rate: float
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
-def test_gradients_on_unequal_replicas_equal_peft(architecture, base_model_folder, token_paths, run_ranks) -> None:  # noqa: ANN001
+def test_gradients_on_unequal_replicas_equal_peft(architecture, base_model_folder, token_paths, run_ranks) -> None:
     folder = base_model_folder(architecture)
     spec = fleet_spec(folder, token_paths, UNEQUAL)
     plan = step_plans(token_paths, len(UNEQUAL), 2)[1]
@@ -203,7 +217,9 @@ def test_gradients_on_unequal_replicas_equal_peft(architecture, base_model_folde
 
     ranks = run_ranks(4 + 1, on_rank)
     layout = FleetLayout(spec.replicas, 4)
-    wanted = run_ranks(1, lambda _: {t.name: peft_alone(folder, t, token_paths[t.name], [plan], 0.05, 0) for t in TENANTS})[0]
+    wanted = run_ranks(
+        1, lambda _: {t.name: peft_alone(folder, t, token_paths[t.name], [plan], 0.05, 0) for t in TENANTS}
+    )[0]
     assert worst_gradient_error(ranks, wanted, layout, folder) <= 1e-5
 
 
@@ -217,7 +233,14 @@ def gradients_of(worker: Worker, values: dict[str, dict], plan: StepPlan) -> dic
             for key, parameter in optimiser.adapter.parameters.items():
                 parameter.copy_(optimiser.adapter.place(key).to_local(values[name][key], stage.tp, stage.tp_rank))
     weights = {name: 1 / count for name, count in plan.supervised_tokens.items()}
-    chunks = [c for w in plan.waves for j in w.jobs for m in j.members if m.replica == stage.position.replica.index for c in m.chunks]
+    chunks = [
+        c
+        for w in plan.waves
+        for j in w.jobs
+        for m in j.members
+        if m.replica == stage.position.replica.index
+        for c in m.chunks
+    ]
     worker.model.forward_backward([collate(chunk, worker.token_files, weights) for chunk in chunks])
     tenants = sorted(plan.supervised_tokens)
     worker.sync(tenants)
@@ -245,10 +268,20 @@ def worst_gradient_error(ranks: list[dict], wanted: dict, layout: FleetLayout, f
     return worst
 
 
-@pytest.mark.parametrize(("architecture", "configs"), [
-    ("llama", UNEQUAL), ("qwen2", UNEQUAL), ("qwen3", UNEQUAL), ("llama", ((4, 1), (2, 2))), ("llama", ((1, 4), (1, 1))), ("llama", ((1, 1),)),
-])  # fmt: skip
-def test_adapters_after_ten_joint_steps_equal_peft_alone(architecture, configs, base_model_folder, token_paths, run_ranks) -> None:  # noqa: ANN001
+@pytest.mark.parametrize(
+    ("architecture", "configs"),
+    [
+        ("llama", UNEQUAL),
+        ("qwen2", UNEQUAL),
+        ("qwen3", UNEQUAL),
+        ("llama", ((4, 1), (2, 2))),
+        ("llama", ((1, 4), (1, 1))),
+        ("llama", ((1, 1),)),
+    ],
+)
+def test_adapters_after_ten_joint_steps_equal_peft_alone(
+    architecture, configs, base_model_folder, token_paths, run_ranks
+) -> None:
     folder = base_model_folder(architecture)
     spec = fleet_spec(folder, token_paths, configs)
     plans = step_plans(token_paths, len(configs), 10)
@@ -270,7 +303,7 @@ def test_adapters_after_ten_joint_steps_equal_peft_alone(architecture, configs, 
         assert [steps[step] for step in sorted(steps)] == pytest.approx(wanted[t.name]["losses"], rel=1e-5)
 
 
-def test_one_tenants_nan_changes_nothing_for_the_others(base_model_folder, token_paths, run_ranks) -> None:  # noqa: ANN001
+def test_one_tenants_nan_changes_nothing_for_the_others(base_model_folder, token_paths, run_ranks) -> None:
     folder = base_model_folder("llama")
     spec = fleet_spec(folder, token_paths, ((2, 1), (1, 2)))
     plans = step_plans(token_paths, 2, 4)
@@ -306,12 +339,14 @@ def local_state(worker: Worker) -> dict:
     }
 
 
-def test_planted_faults_break_the_gradients(base_model_folder, token_paths, run_ranks, monkeypatch) -> None:  # noqa: ANN001
+def test_planted_faults_break_the_gradients(base_model_folder, token_paths, run_ranks, monkeypatch) -> None:
     folder = base_model_folder("llama")
     spec = fleet_spec(folder, token_paths, UNEQUAL)
     plan = step_plans(token_paths, len(UNEQUAL), 2)[1]
     values = {t.name: start_values(folder, t, 0.05) for t in TENANTS}
-    wanted = run_ranks(1, lambda _: {t.name: peft_alone(folder, t, token_paths[t.name], [plan], 0.05, 0) for t in TENANTS})[0]
+    wanted = run_ranks(
+        1, lambda _: {t.name: peft_alone(folder, t, token_paths[t.name], [plan], 0.05, 0) for t in TENANTS}
+    )[0]
 
     def error() -> float:
         ranks = run_ranks(spec.world_size, lambda rank: gradients_of(Worker(spec, rank, "cpu"), values, plan))

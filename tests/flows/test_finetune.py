@@ -1,0 +1,170 @@
+"""The flow `finetune` on a real Prefect server, a real fleet and a real MLflow store."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from mlflow.tracking import MlflowClient
+from peft import PeftModel
+from prefect import get_client
+from transformers import AutoModelForCausalLM
+
+from flows.config import RunConfig
+from flows.finetune import finetune
+from planning.errors import InputError
+from tasks.run_status import read_status
+from training.journal import effective_steps, read_journal
+
+pytestmark = pytest.mark.usefixtures("prefect_server")
+
+
+@pytest.fixture
+def finished(tiny_run: Callable[..., RunConfig], workspace: Path) -> tuple[RunConfig, Path, dict]:
+    run = tiny_run()
+    folder = workspace / "runs" / "tiny"
+    return run, folder, finetune(run=run, run_dir=folder)
+
+
+def test_two_tenants_become_adapters_that_peft_loads_with_costs_in_mlflow(finished) -> None:
+    run, folder, summary = finished
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    assert summary["plan"] == "<2,1>x1 + <1,1>x1"
+    assert {name: tenant["status"] for name, tenant in summary["tenants"].items()} == {
+        "short": "finished",
+        "long": "finished",
+    }
+    tokens = torch.arange(5, 25)[None]
+    base = AutoModelForCausalLM.from_pretrained(run.base_model.path, dtype=torch.float32)
+    with torch.no_grad():
+        plain = base(tokens).logits
+        for tenant in summary["tenants"].values():
+            adapted = PeftModel.from_pretrained(
+                AutoModelForCausalLM.from_pretrained(run.base_model.path), tenant["adapter_path"]
+            )
+            assert (adapted(tokens).logits - plain).abs().max() > 1e-4
+    bill = sum(tenant["gpu_seconds"] for tenant in summary["tenants"].values())
+    assert bill == pytest.approx(summary["gpu_seconds"])
+    assert_tracked(run, folder, summary)
+    assert read_status(folder)["stage"] == "finished"
+
+
+def assert_tracked(run: RunConfig, folder: Path, summary: dict) -> None:
+    client = MlflowClient(run.tracking.mlflow_uri)
+    ids = json.loads((folder / "mlflow.json").read_text())
+    parent = client.get_run(ids["parent"]["run_id"])
+    assert (parent.info.status, parent.data.tags["kind"]) == ("FINISHED", "joint")
+    assert parent.data.params["plan"] == summary["plan"]
+    assert parent.data.tags["prefect.flow_run_id"]
+    steps = effective_steps(read_journal(folder / "steps.jsonl"))
+    for metric in (
+        "gpu_seconds/total",
+        "gpu_seconds/short",
+        "loss/long",
+        "padding_ratio",
+        "imbalance",
+        "predicted_step_seconds",
+        "measured_step_seconds",
+        "dispatch_milliseconds",
+        "tokens",
+    ):
+        assert len(client.get_metric_history(parent.info.run_id, metric)) == len(steps), metric
+    assert {file.path for file in client.list_artifacts(parent.info.run_id, "figures")} >= {
+        "figures/plan.png",
+        "figures/lengths.png",
+    }
+    child = client.get_run(ids["tenants"]["short"]["run_id"])
+    assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
+    assert [p.value for p in client.get_metric_history(child.info.run_id, "loss")] == [
+        s["tenants"]["short"]["loss"] for s in steps
+    ]
+    adapter = {file.path for file in client.list_artifacts(child.info.run_id, "adapter")}
+    assert adapter == {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
+
+
+def test_the_run_page_shows_lengths_plan_and_result(finished) -> None:
+    with get_client(sync_client=True) as client:
+        artifacts = client.read_artifacts()
+    assert {artifact.key for artifact in artifacts} >= {"lengths", "plan", "training", "result"}
+
+
+def test_a_finished_folder_is_refused_and_fresh_keeps_the_old_one(finished, workspace: Path) -> None:
+    run, folder, _ = finished
+    with pytest.raises(InputError, match="this run is finished; add --fresh"):
+        finetune(run=run, run_dir=folder)
+    assert not (workspace / "runs").joinpath("other").exists()
+
+
+def test_a_tenant_with_a_bad_file_ends_the_run_and_leaves_nothing_in_the_way(tiny_run, workspace: Path) -> None:
+    (workspace / "long.jsonl").write_text("")
+    folder = workspace / "runs" / "bad"
+    with pytest.raises(InputError, match=r"tenant 'long'.*long\.jsonl"):
+        finetune(run=tiny_run(), run_dir=folder)
+    assert not (folder / "config.json").exists()
+    assert not (folder / "summary.json").exists()
+
+
+def test_a_tenant_with_a_bad_file_is_skipped_when_asked_and_the_other_is_trained(tiny_run, workspace: Path) -> None:
+    (workspace / "long.jsonl").write_text("")
+    run = tiny_run(training={"on_tenant_error": "skip"})
+    summary = finetune(run=run, run_dir=workspace / "runs" / "skip")
+    assert summary["tenants"]["short"]["status"] == "finished"
+    skipped = summary["tenants"]["long"]
+    assert (skipped["status"], skipped["adapter_path"]) == ("skipped", None)
+    assert "long.jsonl" in skipped["reason"]
+
+
+def test_an_interrupted_flow_resumes_in_its_folder_to_the_same_adapters(
+    finished, tiny_run, workspace: Path, monkeypatch
+) -> None:
+    run, whole, _ = finished
+    folder = workspace / "runs" / "again"
+    from tasks.tracking import Tracker
+
+    log_step = Tracker.log_step
+
+    def interrupt(self: Tracker, record: dict) -> None:
+        log_step(self, record)
+        if record["event"] == "step" and record["step"] == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(Tracker, "log_step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            finetune(run=run, run_dir=folder)
+    assert read_status(folder)["stage"].startswith("stopped")
+    changed = run.model_copy(update={"planner": run.planner.model_copy(update={"num_buckets": 3})})
+    with pytest.raises(InputError, match=r"planner\.num_buckets"):
+        finetune(run=changed, run_dir=folder)
+    finetune(run=run, run_dir=folder)
+    for adapter in (whole / "adapters").glob("*/adapter_model.safetensors"):
+        assert (folder / "adapters" / adapter.parent.name / adapter.name).read_bytes() == adapter.read_bytes()
+
+
+SHARED_DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+
+
+@pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="public data sets are not at hand")
+def test_gsm8k_and_tinker_conversations_train_together(run_content, workspace: Path) -> None:
+    gsm8k, tinker = run_content["tenants"]
+    gsm8k |= {
+        "name": "gsm8k",
+        "dataset": {
+            "path": str(SHARED_DATA / "gsm8k/train.jsonl"),
+            "prompt_column": "question",
+            "response_column": "answer",
+        },
+    }
+    tinker |= {
+        "name": "tinker",
+        "dataset": {
+            "path": str(SHARED_DATA / "tinker_conversations/conversations.jsonl"),
+            "messages_column": "messages",
+        },
+    }
+    summary = finetune(run=RunConfig.model_validate(run_content), run_dir=workspace / "runs" / "real")
+    assert {name: (t["status"], t["num_rejects"]) for name, t in summary["tenants"].items()} == {
+        "gsm8k": ("finished", 0),
+        "tinker": ("finished", 0),
+    }
