@@ -55,7 +55,7 @@ def _stage(folder: RunFolder, records: list[dict[str, Any]]) -> str:
     if folder.is_finished:
         return "finished"
     if records and records[-1]["event"] == "abort":
-        return "stopped: " + records[-1]["reason"]
+        return f"stopped: {records[-1]['reason']}"
     done = [name for name, path in _stage_files(folder) if path.exists()]
     return {0: "preparing", 1: "measuring", 2: "planning", 3: "training"}[len(done)]
 

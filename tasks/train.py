@@ -6,6 +6,7 @@ Called directly, never submitted: a cancelled flow then interrupts it, and the f
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from uuid import UUID
 
 from prefect import get_run_logger, task
@@ -20,13 +21,16 @@ from training.controller import train as train_jointly
 ARTIFACT_SECONDS = 5.0  # a progress update is an event on the server
 
 
+Record = dict[str, Any]
+
+
 @task(name="train", cache_policy=NO_CACHE)
 def train(request: TrainingRequest, tracker: Tracker) -> TrainingResult:
     """Joint training of all tenants, from the newest checkpoint if there is one."""
     logger = get_run_logger()
     with _progress() as advance:
 
-        def observe(record: dict) -> None:
+        def observe(record: Record) -> None:
             if record["event"] == "step":
                 advance(record)
             else:
@@ -37,7 +41,7 @@ def train(request: TrainingRequest, tracker: Tracker) -> TrainingResult:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[dict], None]]:
+def _progress() -> Iterator[Callable[[Record], None]]:
     """Shows every step on the terminal, and every few seconds on the run page."""
     columns = (
         TextColumn("{task.description}"),
@@ -46,26 +50,37 @@ def _progress() -> Iterator[Callable[[dict], None]]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[losses]}"),
     )
-    artifact: UUID | None = None
-    updated = 0.0
+    page = _ProgressArtifact()
     with Progress(*columns) as bar:
         line = bar.add_task("training", total=None, losses="")
 
-        def advance(record: dict) -> None:
-            nonlocal artifact, updated
-            losses = " ".join(
-                f"{name} {result['loss']:.3f}"
-                for name, result in record["tenants"].items()
-                if result["loss"] is not None
-            )
-            bar.update(line, total=record["num_steps"], completed=record["step"] + 1, losses=losses)
-            if time.monotonic() - updated < ARTIFACT_SECONDS:
-                return
-            updated = time.monotonic()
-            percent = 100.0 * (record["step"] + 1) / record["num_steps"]
-            if artifact is None:
-                artifact = create_progress_artifact(percent, key="training", description="Steps trained (%)")
-            else:
-                update_progress_artifact(artifact, percent)
+        def advance(record: Record) -> None:
+            done = record["step"] + 1
+            bar.update(line, total=record["num_steps"], completed=done, losses=_losses(record))
+            page.show(100.0 * done / record["num_steps"])
 
         yield advance
+
+
+class _ProgressArtifact:
+    """A bar on the run page."""
+
+    def __init__(self) -> None:
+        self._artifact_id: UUID | None = None
+        self._shown = 0.0
+
+    def show(self, percent: float) -> None:
+        if time.monotonic() - self._shown < ARTIFACT_SECONDS and percent < 100.0:
+            return
+        self._shown = time.monotonic()
+        if self._artifact_id is None:
+            created = create_progress_artifact(percent, key="training", description="Steps trained (%)")
+            assert isinstance(created, UUID)  # a coroutine only in an async flow
+            self._artifact_id = created
+        else:
+            update_progress_artifact(self._artifact_id, percent)
+
+
+def _losses(record: Record) -> str:
+    known = {name: result["loss"] for name, result in record["tenants"].items() if result["loss"] is not None}
+    return " ".join(f"{name} {loss:.3f}" for name, loss in known.items())
