@@ -66,7 +66,7 @@ def test_plan_prints_its_bound_gap_and_costs_as_json(lobra: RunLobra, run_file) 
     assert plan["gap"] == pytest.approx(plan["predicted_step_seconds"] / plan["lower_bound_seconds"] - 1)
     assert set(plan["tenants"]) == {"short", "long"}
     assert sum(plan["tenants"].values()) == pytest.approx(plan["gpu_seconds_per_step"])
-    assert {"tp": 1, "pp": 3} in [{"tp": p["tp"], "pp": p["pp"]} for p in plan["pruned"]]
+    assert {"tp": 1, "pp": 2} in [{"tp": p["tp"], "pp": p["pp"]} for p in plan["pruned"]]
 
 
 def test_validate_counts_rows_tokens_and_rejects(lobra: RunLobra, run_file, workspace: Path) -> None:
@@ -125,7 +125,7 @@ BAD_INPUT = {
     "steps and epochs": (set_key("tenants", 0, "epochs", value=1), ["tenants[0]", "either steps or epochs"]),
     "missing data file": (
         set_key("tenants", 0, "dataset", "path", value="none.jsonl"),
-        ["tenant 'short'", "none.jsonl", "no such file"],
+        ["tenant 'short'", "dataset.path: none.jsonl does not exist", "correct the path"],
     ),
     "data file is a folder": (set_key("tenants", 0, "dataset", "path", value="."), ["tenant 'short'", "dataset.path"]),
     "missing column": (
@@ -173,7 +173,7 @@ def test_bad_input_exits_2_and_names_field_and_remedy(case: str, lobra: RunLobra
 @pytest.mark.parametrize(
     ("content", "wanted"),
     [
-        ("", "empty"),
+        ("", "holds no rows"),
         ('{"prompt": "a", "response": "b"}\n{"prompt": "a", "resp\n', "2"),
         ('{"prompt": "a", "response": ""}\n', "no row is left"),
         ("\xff\xfe\n", "UTF-8"),
