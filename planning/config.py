@@ -27,9 +27,36 @@ class Backend(StrEnum):
 
 
 class Strategy(StrEnum):
-    """How GPUs are shared among tenants."""
+    """How GPUs are shared among tenants: jointly or one tenant after the other, on unequal or on equal replicas."""
 
     LOBRA = "lobra"
+    LOBRA_SEQUENTIAL = "lobra_sequential"
+    TASK_FUSED = "task_fused"
+    TASK_SEQUENTIAL = "task_sequential"
+
+    @property
+    def is_sequential(self) -> bool:
+        """One tenant after the other, each on a plan of its own."""
+        return self in (Strategy.LOBRA_SEQUENTIAL, Strategy.TASK_SEQUENTIAL)
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """All replicas equal."""
+        return self in (Strategy.TASK_FUSED, Strategy.TASK_SEQUENTIAL)
+
+
+class Batching(StrEnum):
+    """What a chunk holds: sequences padded to one length, or whole sequences end to end up to the token budget."""
+
+    PADDED = "padded"
+    PACKED = "packed"
+
+
+class BucketRule(StrEnum):
+    """Padded batching: buckets chosen anew for every step's lengths, or once for the expected lengths."""
+
+    DYNAMIC = "dynamic"
+    FIXED = "fixed"
 
 
 class ProfileSource(StrEnum):
@@ -53,7 +80,9 @@ class PlannerConfig(Section):
     """Search space and limits of the deployment plan and of the per-step dispatch."""
 
     strategy: Strategy = Strategy.LOBRA
-    num_buckets: Annotated[int, Field(gt=0, le=256, title="Length buckets per step")] = 16
+    batching: Batching = Batching.PADDED
+    bucket_rule: BucketRule = BucketRule.DYNAMIC
+    num_buckets: Annotated[int, Field(gt=0, le=256, title="Length buckets per step (padded batching)")] = 16
     max_tp: Annotated[int, Field(gt=0, title="Largest tensor-parallel degree")] = 16
     max_pp: Annotated[int, Field(gt=0, title="Largest pipeline-parallel degree")] = 16
     num_evaluation_batches: Annotated[int, Field(gt=0, title="Sampled batches that rank plans and give the gap")] = 32

@@ -6,8 +6,10 @@ from planning.types import Candidate, Chunk
 
 
 def chunk_seconds(candidate: Candidate, chunk: Chunk) -> float:
-    """Seconds of a padded chunk on one pipeline stage, forward and backward."""
-    return candidate.chunk_seconds(len(chunk.sequences), chunk.padded_tokens)
+    """Seconds of a padded or packed chunk on one pipeline stage, forward and backward."""
+    if chunk.padded_tokens is not None:
+        return candidate.chunk_seconds(len(chunk.sequences), chunk.padded_tokens)
+    return candidate.fixed_seconds + sum(map(candidate.sequence_seconds, chunk.computed_lengths))
 
 
 def replica_seconds(candidate: Candidate, chunks: Sequence[Chunk]) -> float:

@@ -13,12 +13,14 @@ import numpy as np
 
 from planning.bucketing import choose_uppers
 from planning.candidates import Candidates
-from planning.config import PlannerConfig
+from planning.config import Batching, BucketRule, PlannerConfig
 from planning.deployment_bound import makespan_bound
 from planning.deployment_search import ExpectedPlan, promising_plans
+from planning.dispatch import NUM_CLASSES
 from planning.errors import PlanInfeasibleError
 from planning.plan_ranking import race, sample_batches
 from planning.shares import cost_table
+from planning.split_lp import bucket_costs, class_costs, class_ends
 from planning.types import Candidate, DeploymentPlan, PlanAlternative, ReplicaGroup
 from planning.workload import Workload
 
@@ -42,13 +44,24 @@ def plan_deployment(
     usable = _usable(workload, candidates, num_gpus)
     lengths, counts = workload.expected_counts()
     uppers = choose_uppers(lengths, counts, planner.num_buckets)
-    demand = np.bincount(np.searchsorted(uppers, lengths), weights=counts)
-    promising = promising_plans(cost_table(usable, uppers), demand, num_gpus)[:NUM_RANKED]
+    if planner.strategy.is_homogeneous:
+        proposals = _homogeneous(workload, usable, num_gpus)
+    else:
+        if planner.batching is Batching.PACKED:
+            room = np.array([candidate.max_chunk_tokens for candidate in usable])
+            ends = class_ends(lengths, counts, room, NUM_CLASSES)
+            costs = class_costs(cost_table(usable, lengths, Batching.PACKED), counts, ends)
+        else:
+            demand = np.bincount(np.searchsorted(uppers, lengths), weights=counts)
+            costs = bucket_costs(cost_table(usable, uppers), demand)
+        promising = promising_plans(costs, num_gpus)[:NUM_RANKED]
+        proposals = [_groups(plan, usable) for plan in promising]
     by_config = {candidate.config: candidate for candidate in usable}
-    batches = sample_batches(workload, planner)
-    winner, *others = race([_groups(plan, usable) for plan in promising], batches, by_config, planner)
+    fixed_uppers = tuple(uppers.tolist()) if planner.bucket_rule is BucketRule.FIXED else ()
+    batches = sample_batches(workload, planner, fixed_uppers)
+    winner, *others = race(proposals, batches, by_config, planner)
     shares = winner.tenant_gpu_seconds(num_gpus).tolist()
-    bound = makespan_bound(workload, usable, num_gpus)
+    bound = makespan_bound(workload, usable, num_gpus, planner.batching)
     return DeploymentPlan(
         groups=winner.groups,
         num_gpus=num_gpus,
@@ -58,7 +71,17 @@ def plan_deployment(
         tenant_gpu_seconds={tenant.name: part for tenant, part in zip(workload.tenants, shares, strict=True)},
         pruned=candidates.pruned,
         alternatives=tuple(PlanAlternative(trial.groups, trial.mean_seconds) for trial in others),
+        bucket_uppers=fixed_uppers,
     )
+
+
+def _homogeneous(workload: Workload, usable: tuple[Candidate, ...], num_gpus: int) -> list[tuple[ReplicaGroup, ...]]:
+    """As many equal replicas as there is room for, of each configuration that holds the longest sequence."""
+    return [
+        (ReplicaGroup(candidate.config, num_gpus // candidate.config.num_gpus),)
+        for candidate in usable
+        if candidate.max_chunk_tokens >= workload.longest_tokens
+    ]
 
 
 def _usable(workload: Workload, candidates: Candidates, num_gpus: int) -> tuple[Candidate, ...]:

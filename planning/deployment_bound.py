@@ -22,6 +22,7 @@ Not charged: padding, bubbles of more than one sequence, and the grain of whole 
 import numpy as np
 
 from planning.bucketing import choose_uppers
+from planning.config import Batching
 from planning.deployment_milp import best_throughputs
 from planning.shares import CostTable, cost_table
 from planning.types import Candidate
@@ -31,15 +32,17 @@ NUM_GROUPS = 48
 NUM_PROGRAMS = 2
 
 
-def makespan_bound(workload: Workload, candidates: tuple[Candidate, ...], num_gpus: int) -> float:
+def makespan_bound(
+    workload: Workload, candidates: tuple[Candidate, ...], num_gpus: int, batching: Batching = Batching.PADDED
+) -> float:
     """Seconds; see the module's text. Every length must fit on some candidate of at most `num_gpus` GPUs.
 
     With the throughput v(T) of the integer program, T * min(1, 1 / v(T)) is a bound for any T (`planning.shares`).
     """
     lengths, counts = workload.expected_counts()
-    table = cost_table(candidates, lengths)
+    table = cost_table(candidates, lengths, batching)
     beta = np.minimum(
-        table.depth * (table.fixed + table.variable[:, 0]), _shortest_batch(workload, candidates, num_gpus)
+        table.depth * (table.fixed + table.variable[:, 0]), _shortest_batch(workload, candidates, num_gpus, batching)
     )
     relative_cost, work = _grouped(table, lengths, counts, candidates)
     bound = _longest_alone(workload, table, lengths)
@@ -52,9 +55,9 @@ def makespan_bound(workload: Workload, candidates: tuple[Candidate, ...], num_gp
     return bound
 
 
-def _shortest_batch(workload: Workload, candidates: tuple[Candidate, ...], num_gpus: int) -> float:
+def _shortest_batch(workload: Workload, candidates: tuple[Candidate, ...], num_gpus: int, batching: Batching) -> float:
     """Seconds below which no batch of this workload ends: every sequence is its tenant's shortest, all GPUs busy."""
-    table = cost_table(candidates, np.array([tenant.lengths[0] for tenant in workload.tenants]))
+    table = cost_table(candidates, np.array([tenant.lengths[0] for tenant in workload.tenants]), batching)
     gpu_seconds = (table.num_gpus[:, None] * table.least_seconds).min(axis=0)
     return float(gpu_seconds @ np.array([tenant.batch_size for tenant in workload.tenants])) / num_gpus
 

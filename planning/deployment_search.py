@@ -11,7 +11,7 @@ import numpy as np
 
 from planning.deployment_milp import best_throughputs
 from planning.shares import CostTable, fractional_step, longest_alone, shares
-from planning.split_lp import SplitSolver
+from planning.split_lp import SplitSolver, StepCosts, prices
 
 CONVERGED = 2e-3
 MAX_PROGRAMS = 6
@@ -27,16 +27,17 @@ class ExpectedPlan:
     step_seconds: float
 
 
-def promising_plans(table: CostTable, demand_J: np.ndarray, num_gpus: int) -> list[ExpectedPlan]:
-    """Plans of at most `num_gpus` GPUs, best expected step first; the last bucket fits into each of them."""
+def promising_plans(costs: StepCosts, num_gpus: int) -> list[ExpectedPlan]:
+    """Plans of at most `num_gpus` GPUs, best expected step first; the last class fits into each of them."""
     solver = SplitSolver()
+    table, demand_J = costs.classes, costs.demand
     known: dict[tuple[int, ...], float] = {}
 
     def weigh(plans: list[np.ndarray]) -> None:
         for plan in plans:
             key = tuple(plan.tolist())
             if key not in known:
-                known[key] = solver.shortest_step(table, plan, demand_J).step_seconds
+                known[key] = solver.shortest_step(costs, plan).step_seconds
 
     weigh(_program_plans(table, demand_J, num_gpus))
     expanded: set[tuple[int, ...]] = set()
@@ -45,7 +46,7 @@ def promising_plans(table: CostTable, demand_J: np.ndarray, num_gpus: int) -> li
         if best in expanded:
             break
         expanded.add(best)
-        weigh(_best_neighbours(table, demand_J, num_gpus, np.array(best), solver))
+        weigh(_best_neighbours(costs, num_gpus, np.array(best), solver))
     return [ExpectedPlan(key, known[key]) for key in sorted(known, key=lambda key: (known[key], key))]
 
 
@@ -64,17 +65,16 @@ def _program_plans(table: CostTable, demand_J: np.ndarray, num_gpus: int) -> lis
     return plans
 
 
-def _best_neighbours(
-    table: CostTable, demand_J: np.ndarray, num_gpus: int, plan: np.ndarray, solver: SplitSolver
-) -> list[np.ndarray]:
+def _best_neighbours(costs: StepCosts, num_gpus: int, plan: np.ndarray, solver: SplitSolver) -> list[np.ndarray]:
     """The neighbours of a plan that its dual prices call best.
 
     A replica of candidate i is worth z_i = max_j price_j / share_ij; the load of any other plan p' is at least
     (the load of this one) / (p' z), so large p' z comes first.
     """
-    shortest = solver.shortest_step(table, plan, demand_J)
+    table = costs.classes
+    shortest = solver.shortest_step(costs, plan)
     share, _ = shares(table, shortest.step_seconds)
-    worth = (shortest.split.price / share).max(axis=1)
+    worth = (prices(shortest.split.value, share, plan) / share).max(axis=1)
     neighbours = np.unique(np.concatenate(list(_neighbours(plan, table.num_gpus, num_gpus))), axis=0)
     neighbours = neighbours[(neighbours @ (table.capacity[:, -1] > 0)) > 0]
     order = np.argsort(-(neighbours @ worth), kind="stable")[: NUM_NEIGHBOURS + 1]

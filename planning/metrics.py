@@ -18,10 +18,12 @@ def tenant_shares(
     """
     gpu_seconds: dict[str, float] = {}
     for replica, chunks in zip(replicas, chunks_per_replica, strict=True):
+        candidate = candidates[replica.config]
         for chunk in chunks:
-            part = replica.config.num_gpus * chunk_seconds(candidates[replica.config], chunk) / len(chunk.sequences)
-            for sequence in chunk.sequences:
-                gpu_seconds[sequence.tenant] = gpu_seconds.get(sequence.tenant, 0.0) + part
+            work = [candidate.sequence_seconds(num_tokens) for num_tokens in chunk.computed_lengths]
+            per_work = replica.config.num_gpus * chunk_seconds(candidate, chunk) / sum(work)
+            for sequence, own in zip(chunk.sequences, work, strict=True):
+                gpu_seconds[sequence.tenant] = gpu_seconds.get(sequence.tenant, 0.0) + own * per_work
     total = sum(gpu_seconds.values())
     return {tenant: gpu_seconds[tenant] / total for tenant in sorted(gpu_seconds)}
 

@@ -40,6 +40,7 @@ class _PlanFile(Section):
     tenants: dict[str, Seconds]
     pruned: tuple[_Pruned, ...]
     alternatives: tuple[_Alternative, ...]
+    bucket_uppers: tuple[PositiveInt, ...] = ()
 
 
 def plan_to_dict(plan: DeploymentPlan) -> dict[str, Any]:
@@ -59,6 +60,7 @@ def plan_to_dict(plan: DeploymentPlan) -> dict[str, Any]:
             {"plan": _groups_to_list(other.groups), "predicted_step_seconds": other.predicted_step_seconds}
             for other in plan.alternatives
         ],
+        "bucket_uppers": list(plan.bucket_uppers),
     }
 
 
@@ -84,6 +86,7 @@ def plan_from_dict(data: object) -> DeploymentPlan:
         alternatives=tuple(
             PlanAlternative(_groups_from(other.plan), other.predicted_step_seconds) for other in file.alternatives
         ),
+        bucket_uppers=file.bucket_uppers,
     )
     if plan.num_used_gpus > plan.num_gpus:
         raise InputError(

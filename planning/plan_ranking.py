@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from planning.assignment import Load
-from planning.config import PlannerConfig
+from planning.config import Batching, PlannerConfig
 from planning.dispatch import BucketCounts, Dispatcher, bucket_counts
+from planning.packing import PackedLoad
 from planning.types import Candidate, ParallelConfig, ReplicaGroup, replicas_of
 from planning.workload import Workload
 
@@ -20,10 +21,11 @@ SURVIVORS = (5, 3)  # after an eighth and a quarter of the batches
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledBatch:
-    """One joint batch in its own buckets; `tenant_part[t, j]` is tenant t's part of bucket j's sequences."""
+    """One joint batch: `lengths` (S, ascending), the tenant number of each sequence, and, padded, their buckets."""
 
-    buckets: BucketCounts
-    tenant_part: np.ndarray
+    lengths: np.ndarray
+    tenant: np.ndarray
+    buckets: BucketCounts | None
 
 
 @dataclass(slots=True, eq=False)
@@ -43,10 +45,21 @@ class Trial:
         return np.asarray(num_gpus * (np.array(self.makespans)[:, None] * np.array(self.tenant_shares)).mean(axis=0))
 
 
-def sample_batches(workload: Workload, planner: PlannerConfig) -> list[SampledBatch]:
-    """`planner.num_evaluation_batches` batches, seeded by `planner.seed`."""
+def sample_batches(
+    workload: Workload, planner: PlannerConfig, fixed_uppers: tuple[int, ...] = ()
+) -> list[SampledBatch]:
+    """`planner.num_evaluation_batches` batches, seeded by `planner.seed`; with fixed buckets unless there are none."""
     rng = np.random.default_rng(planner.seed)
-    return [_sampled(workload.sample_lengths(rng), planner) for _ in range(planner.num_evaluation_batches)]
+    batches = []
+    for _ in range(planner.num_evaluation_batches):
+        per_tenant = workload.sample_lengths(rng)
+        lengths = np.concatenate(per_tenant)
+        order = np.argsort(lengths, kind="stable")
+        tenant = np.repeat(np.arange(len(per_tenant)), [len(own) for own in per_tenant])[order]
+        padded = planner.batching is Batching.PADDED
+        buckets = bucket_counts(lengths, planner.num_buckets, fixed_uppers) if padded else None
+        batches.append(SampledBatch(lengths[order], tenant, buckets))
+    return batches
 
 
 def race(
@@ -58,7 +71,8 @@ def race(
     """The plans that saw all batches, shortest mean makespan first; ties keep the order given."""
     trials = [Trial(groups) for groups in plans]
     dispatchers = [
-        Dispatcher(replicas_of(groups), candidates, planner.num_buckets, planner.max_search_moves) for groups in plans
+        Dispatcher(replicas_of(groups), candidates, planner.num_buckets, planner.max_search_moves, planner.batching)
+        for groups in plans
     ]
     running = list(range(len(plans)))
     num_batches = len(batches)
@@ -71,25 +85,30 @@ def race(
     return [trials[k] for k in running]
 
 
-def _sampled(lengths_per_tenant: tuple[np.ndarray, ...], planner: PlannerConfig) -> SampledBatch:
-    buckets = bucket_counts(np.concatenate(lengths_per_tenant), planner.num_buckets)
-    tenant_counts = np.array(
-        [
-            np.bincount(np.searchsorted(buckets.uppers, lengths), minlength=len(buckets.uppers))
-            for lengths in lengths_per_tenant
-        ]
-    )
-    return SampledBatch(buckets, tenant_counts / buckets.counts)
-
-
 def _run(trial: Trial, dispatcher: Dispatcher, batch: SampledBatch) -> None:
-    load, _ = dispatcher.assign(batch.buckets)
-    trial.makespans.append(float(load.replica_seconds().max()))
-    trial.tenant_shares.append(_tenant_shares(load, dispatcher.num_gpus, batch))
+    num_tenants = int(batch.tenant.max()) + 1
+    if batch.buckets is None:
+        packed, _ = dispatcher.pack(batch.lengths)
+        makespan, gpu_seconds_S = packed.replica_seconds().max(), _packed_gpu_seconds(packed, dispatcher.num_gpus)
+    else:
+        load, _ = dispatcher.assign(batch.buckets)
+        makespan, per_bucket = load.replica_seconds().max(), _bucket_gpu_seconds(load, dispatcher.num_gpus)
+        gpu_seconds_S = np.repeat(per_bucket / batch.buckets.counts, batch.buckets.counts)
+    shares = np.bincount(batch.tenant, weights=gpu_seconds_S, minlength=num_tenants) / gpu_seconds_S.sum()
+    trial.makespans.append(float(makespan))
+    trial.tenant_shares.append(shares)
 
 
-def _tenant_shares(load: Load, num_gpus_R: np.ndarray, batch: SampledBatch) -> np.ndarray:
-    """Each tenant's expected part of the GPU time; which of a bucket's sequences go where is arbitrary."""
-    replica, bucket = np.arange(len(num_gpus_R))[:, None], np.arange(len(batch.buckets.counts))
-    gpu_seconds_J = num_gpus_R @ load.stage_seconds(replica, bucket, load.num_sequences)
-    return np.asarray(batch.tenant_part @ gpu_seconds_J / gpu_seconds_J.sum())
+def _bucket_gpu_seconds(load: Load, num_gpus_R: np.ndarray) -> np.ndarray:
+    """GPU seconds per bucket (J); which of a bucket's sequences go where is arbitrary, so they share them evenly."""
+    replica, bucket = np.arange(len(num_gpus_R))[:, None], np.arange(load.num_sequences.shape[1])
+    return np.asarray(num_gpus_R @ load.stage_seconds(replica, bucket, load.num_sequences))
+
+
+def _packed_gpu_seconds(load: PackedLoad, num_gpus_R: np.ndarray) -> np.ndarray:
+    """GPU seconds per sequence, by rising length: its part b*l + c*l^2 of its chunk (DESIGN.md, "Definitions")."""
+    work = load.variable[load.home, np.arange(len(load.home))]
+    chunk_work = np.bincount(load.chunk, weights=work, minlength=len(load.seconds))
+    chunk_seconds = chunk_work + load.fixed[load.chunk_home]
+    per_sequence = num_gpus_R[load.home] * work * (chunk_seconds / np.maximum(chunk_work, 1e-300))[load.chunk]
+    return np.asarray(per_sequence[::-1])

@@ -8,6 +8,15 @@ time that would remain if it were the largest one itself never overstates its pa
     share_ij(T) = min over q of (A_ij + a_i / q) / (T - (pp_i - 1) (a_i + A_ij q))
     any replica that meets T has  sum_j share_ij n_j <= 1                                         (*)
 
+Packed chunks mix lengths, M tokens in all at most, v = sum of b l + c l^2 over their sequences. A chunk's part
+f(v) = (a + v) / (T - (pp - 1) (a + v)) is convex, so the tangent at any chunk of s seconds bounds it from below. Of
+what the tangent leaves at v = 0, e(s), sequence l may claim e l / M; beyond the tangent's point (f(v) - e) / v rises:
+
+    share_il(T) = e l / M + v_l * (f'(s) if v_l is below the tangent's point, else (f(v_l) - e) / v_l)
+
+The tangent stands at s = sqrt(a T / (pp - 1)), where e = 0, or at a full chunk if that is shorter. With pp = 1 this is
+(a l / M + v_l) / T: the padded formula for a chunk of M / l sequences, fractions allowed.
+
 So linear programs over (*) give true bounds, bubbles included. With pp = 1 the best q is the full chunk. With pp > 1
 the derivative vanishes at `A q = sqrt(a^2 + a D / (pp - 1)) - a`, `D = T - (pp - 1) a`: large chunks spread the fixed
 term, small ones shorten the bubble. T * share_ij(T) falls with T, hence for any T and load r(T), the smallest
@@ -15,10 +24,11 @@ possible largest sum in (*), `T * min(1, r(T))` is a lower bound of the makespan
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from planning.config import Batching
 from planning.types import Candidate
 
 BISECTION_TOLERANCE = 1e-4
@@ -30,9 +40,10 @@ class CostTable:
     """Cost of I configurations on J sequence lengths (tokens, as computed).
 
     Shapes: `fixed`, `depth` (pp - 1) and `num_gpus` (I); `variable` (I, J) seconds per sequence without the fixed term;
-    `capacity` (I, J) sequences per chunk, 0 where not even one fits.
+    `capacity` (I, J) sequences of that length per chunk, 0 where not even one fits; whole ones where padded.
     """
 
+    batching: Batching
     fixed: np.ndarray
     depth: np.ndarray
     num_gpus: np.ndarray
@@ -52,22 +63,41 @@ class CostTable:
         return np.where(self.capacity > 0, alone, np.inf)
 
 
-def cost_table(candidates: Sequence[Candidate], lengths: np.ndarray) -> CostTable:
+def cost_table(candidates: Sequence[Candidate], lengths: np.ndarray, batching: Batching = Batching.PADDED) -> CostTable:
     """The cost of each candidate (rows) on each length (columns)."""
     linear = np.array([candidate.seconds_per_token for candidate in candidates])
     square = np.array([candidate.seconds_per_token2 for candidate in candidates])
     room = np.array([candidate.max_chunk_tokens for candidate in candidates], dtype=np.int64)
+    whole = room[:, None] // lengths
     return CostTable(
+        batching=batching,
         fixed=np.array([candidate.fixed_seconds for candidate in candidates]),
         depth=np.array([candidate.config.pp - 1 for candidate in candidates]),
         num_gpus=np.array([candidate.config.num_gpus for candidate in candidates]),
         variable=(linear[:, None] + square[:, None] * lengths) * lengths,
-        capacity=room[:, None] // lengths,
+        capacity=whole if batching is Batching.PADDED else np.where(whole > 0, room[:, None] / lengths, 0.0),
+    )
+
+
+def class_table(table: CostTable, counts: np.ndarray, ends: np.ndarray) -> CostTable:
+    """The table of classes of neighbouring lengths, each up to and including column `ends[k]`; costs are class means.
+
+    A class fits where its longest length does.
+    """
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    total = np.add.reduceat(counts, starts)
+    per_sequence = np.add.reduceat(counts / np.maximum(table.capacity, 1e-9), starts, axis=1) / total
+    return replace(
+        table,
+        variable=np.add.reduceat(table.variable * counts, starts, axis=1) / total,
+        capacity=np.where(table.capacity[:, ends] > 0, 1 / per_sequence, 0.0),
     )
 
 
 def shares(table: CostTable, step_seconds: float) -> tuple[np.ndarray, np.ndarray]:
-    """`share_IJ` at T = `step_seconds` (infinite where one sequence alone takes longer) and its q_IJ."""
+    """`share_IJ` at T = `step_seconds` (infinite where one sequence alone takes longer) and its q_IJ (packed: 1)."""
+    if table.batching is Batching.PACKED:
+        return _packed_shares(table, step_seconds), np.ones(table.variable.shape, dtype=np.int64)
     fixed, depth = table.fixed[:, None], table.depth[:, None]
     room = np.maximum(step_seconds - depth * fixed, 0.0)
     best = (np.sqrt(fixed**2 + fixed * room / np.maximum(depth, 1)) - fixed) / table.variable
@@ -83,6 +113,22 @@ def shares(table: CostTable, step_seconds: float) -> tuple[np.ndarray, np.ndarra
         chunk = np.where(value < share, q.astype(np.int64), chunk)
         share = np.minimum(value, share)
     return share, chunk
+
+
+def _packed_shares(table: CostTable, step_seconds: float) -> np.ndarray:
+    fixed, depth = table.fixed[:, None], table.depth[:, None]
+    alone_fits = table.alone_seconds <= step_seconds * (1 + ROUNDING)
+    part = np.where(table.capacity > 0, 1.0 / np.maximum(table.capacity, 1.0), 0.0)
+    full = fixed + np.max(table.variable * table.capacity, axis=1, keepdims=True)
+    tangent = np.minimum(np.sqrt(fixed * step_seconds / np.maximum(depth, 1)), full)
+    tangent = np.where(depth > 0, np.minimum(tangent, step_seconds / (depth + 1)), 0.0)
+    slope = step_seconds / (step_seconds - depth * tangent) ** 2
+    rest = np.maximum(slope * fixed - depth * (tangent / (step_seconds - depth * tangent)) ** 2, 0.0)
+    alone = fixed + table.variable
+    left = np.where(alone_fits, step_seconds - depth * alone, 1.0)
+    per_sequence = np.where(alone <= tangent, slope * table.variable, alone / left - rest)
+    per_sequence = np.where(depth > 0, per_sequence, table.variable / step_seconds)
+    return np.where(alone_fits & (left > 0), per_sequence + rest * part, np.inf)
 
 
 def longest_alone(table: CostTable, present_I: np.ndarray) -> float:

@@ -8,7 +8,8 @@ subject to every_bucket_is_taken(j):  sum_i x_ij = 1
            no_group_exceeds_the_load(i):  sum_j share_ij demand_j x_ij <= num_replicas_i * r
 
 The bound is computed from the dual prices, not taken from the solver, so its tolerances cannot spoil it: for any z >= 0
-`r >= sum_j demand_j min_i z_i share_ij / sum_i z_i num_replicas_i`.
+`r >= sum_j demand_j min_i z_i share_ij / sum_i z_i num_replicas_i`. With packed chunks the program sees classes of
+neighbouring lengths, and the bound every length.
 """
 
 from dataclasses import dataclass, replace
@@ -18,22 +19,51 @@ import numpy as np
 from highspy._core import _Highs
 
 from planning.errors import PlanError
-from planning.shares import CostTable, longest_alone, shares
+from planning.shares import CostTable, class_table, longest_alone, shares
 
 STEP_TOLERANCE = 1e-3  # relative width of the interval of T at which the programs stop
 MAX_PROGRAMS = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepCosts:
+    """One step's sequences: what the program splits (J classes or buckets), and what the bound counts (U lengths)."""
+
+    classes: CostTable
+    demand: np.ndarray
+    exact: CostTable
+    exact_demand: np.ndarray
+
+
+def bucket_costs(table: CostTable, demand_J: np.ndarray) -> StepCosts:
+    """Padded sequences: every bucket is one length."""
+    return StepCosts(table, demand_J, table, demand_J)
+
+
+def class_costs(table: CostTable, demand_U: np.ndarray, ends: np.ndarray) -> StepCosts:
+    """Packed sequences in classes that end with the columns `ends`."""
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    return StepCosts(class_table(table, demand_U, ends), np.add.reduceat(demand_U, starts), table, demand_U)
+
+
+def class_ends(unique: np.ndarray, counts: np.ndarray, room_I: np.ndarray, num_classes: int) -> np.ndarray:
+    """Last columns of classes with about equal tokens; the lengths of a class fit into the same groups."""
+    tokens = np.cumsum(unique * counts)
+    quantiles = np.searchsorted(tokens, tokens[-1] * np.arange(1, num_classes) / num_classes)
+    last_that_fit = np.searchsorted(unique, room_I, side="right") - 1
+    return np.unique(np.concatenate([quantiles, last_that_fit[last_that_fit >= 0], [len(unique) - 1]]))
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
     """The fractional split: `part` (I, J) (columns add up to 1), a proven lower bound of the load, dual prices.
 
-    `price` (J) is what one sequence adds to the load, `sum_i z_i num_replicas_i` scaled to 1.
+    `value` (I) is the price z_i of a replica, scaled so that `sum_i z_i num_replicas_i` is 1.
     """
 
     part: np.ndarray
     load: float
-    price: np.ndarray
+    value: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +85,26 @@ class SplitSolver:
         self._highs.setOptionValue("presolve", "off")
         self._highs.setOptionValue("threads", 1)
 
-    def shortest_step(self, table: CostTable, num_replicas_I: np.ndarray, demand_J: np.ndarray) -> ShortestStep:
+    def shortest_step(self, costs: StepCosts, num_replicas_I: np.ndarray) -> ShortestStep:
         """The shortest step of these replicas, fractions of sequences allowed.
 
         For load r(T) (`planning.shares`), T * min(1, r(T)) is a bound, and T and T * r(T) enclose the fixed point
         r(T) = 1. Where r jumps, because a sequence alone then just fits into T, halving closes in on the jump.
         """
         present = num_replicas_I > 0
-        step_seconds = bound = _least_step_seconds(table, num_replicas_I, demand_J)
+        step_seconds = bound = _least_step_seconds(costs, num_replicas_I)
         enough = np.inf
         for _ in range(MAX_PROGRAMS):
-            share, chunk = shares(table, step_seconds)
-            split = self.solve(share, num_replicas_I, demand_J)
+            share, chunk = shares(costs.classes, step_seconds)
+            split = self.solve(share, num_replicas_I, costs.demand)
+            if costs.exact is not costs.classes:
+                exact_share, _ = shares(costs.exact, step_seconds)
+                split = replace(split, load=_load(split.value, exact_share, num_replicas_I, costs.exact_demand))
             bound = max(bound, step_seconds * min(1.0, split.load))
             if split.load <= 1 + STEP_TOLERANCE:
                 enough = step_seconds
                 shortest = ShortestStep(split, chunk, step_seconds, bound)
-            elif _is_proportional(table, share, present):
+            elif _is_proportional(costs.classes, share, present):
                 bound = max(bound, step_seconds * split.load)
                 return ShortestStep(split, chunk, bound, bound)
             else:
@@ -95,9 +128,19 @@ class SplitSolver:
         part = np.zeros(share_IJ.shape)
         part[group, bucket] = np.maximum(np.array(solution.col_value)[:-1], 0.0)
         prices_I = np.maximum(-np.array(solution.row_dual)[len(demand_J) :], 0.0)
-        price_J = np.where(usable, prices_I[:, None] * np.where(usable, share_IJ, 0.0), np.inf).min(axis=0)
-        price_J /= prices_I @ num_replicas_I
-        return Split(part / part.sum(axis=0), float(demand_J @ price_J), price_J)
+        value_I = prices_I / (prices_I @ num_replicas_I)
+        return Split(part / part.sum(axis=0), _load(value_I, share_IJ, num_replicas_I, demand_J), value_I)
+
+
+def _load(value_I: np.ndarray, share_IJ: np.ndarray, num_replicas_I: np.ndarray, demand_J: np.ndarray) -> float:
+    """Lower bound of the load, from the worth of replicas (`value_I @ num_replicas_I` is 1)."""
+    return float(demand_J @ prices(value_I, share_IJ, num_replicas_I))
+
+
+def prices(value_I: np.ndarray, share_IJ: np.ndarray, num_replicas_I: np.ndarray) -> np.ndarray:
+    """What one sequence of each column (J) adds to the load, on the group where it adds least."""
+    usable = np.isfinite(share_IJ) & (num_replicas_I[:, None] > 0)
+    return np.asarray(np.where(usable, value_I[:, None] * np.where(usable, share_IJ, 0.0), np.inf).min(axis=0))
 
 
 def _is_proportional(table: CostTable, share_IJ: np.ndarray, present_I: np.ndarray) -> bool:
@@ -105,10 +148,10 @@ def _is_proportional(table: CostTable, share_IJ: np.ndarray, present_I: np.ndarr
     return not table.depth[present_I].any() and bool((np.isfinite(share_IJ) == (table.capacity > 0))[present_I].all())
 
 
-def _least_step_seconds(table: CostTable, num_replicas_I: np.ndarray, demand_J: np.ndarray) -> float:
+def _least_step_seconds(costs: StepCosts, num_replicas_I: np.ndarray) -> float:
     """A lower bound without a program: the work's GPU seconds over the GPUs, and the longest sequence alone."""
-    present = num_replicas_I > 0
-    gpu_seconds = demand_J @ (table.num_gpus[:, None] * table.least_seconds)[present].min(axis=0)
+    table, present = costs.exact, num_replicas_I > 0
+    gpu_seconds = costs.exact_demand @ (table.num_gpus[:, None] * table.least_seconds)[present].min(axis=0)
     return max(float(gpu_seconds / (num_replicas_I @ table.num_gpus)), longest_alone(table, present))
 
 

@@ -2,6 +2,7 @@
 
 A step is an ordered list of waves of jobs. A job names its member replicas and their chunks and is one pipeline flush.
 Today a step is one wave, and each job has one member. Only indices travel; the format is JSON, `schema_version` 1.
+`padded_tokens` is null for a packed chunk.
 """
 
 import json
@@ -117,13 +118,14 @@ def _check_chunk(chunk: Chunk, candidate: Candidate, where: str) -> None:
     if not chunk.sequences:
         raise PlanError(f"{where}: a chunk of {chunk.padded_tokens} tokens holds no sequence")
     if chunk.num_computed_tokens > candidate.max_chunk_tokens:
+        shape = "packed" if chunk.padded_tokens is None else f"{len(chunk.sequences)} x {chunk.padded_tokens}"
         raise PlanError(
-            f"{where}: a chunk of {len(chunk.sequences)} x {chunk.padded_tokens} tokens exceeds the "
+            f"{where}: a chunk of {chunk.num_computed_tokens} tokens ({shape}) exceeds the "
             f"{candidate.max_chunk_tokens} tokens that {candidate.config} holds"
         )
-    for sequence in chunk.sequences:
-        if sequence.num_tokens > chunk.padded_tokens:
-            raise PlanError(f"{where}: {_name(sequence)} does not fit into a chunk of {chunk.padded_tokens} tokens")
+    for sequence, num_tokens in zip(chunk.sequences, chunk.computed_lengths, strict=True):
+        if sequence.num_tokens > num_tokens:
+            raise PlanError(f"{where}: {_name(sequence)} does not fit into a chunk of {num_tokens} tokens")
 
 
 def _check_sequences(planned: Counter[SequenceRef], wanted: Counter[SequenceRef], where: str) -> None:
@@ -152,7 +154,7 @@ def _member_from_dict(member: Any) -> JobMember:
     chunks = tuple(
         Chunk(
             tuple(SequenceRef(str(tenant), int(row), int(tokens)) for tenant, row, tokens in chunk["sequences"]),
-            int(chunk["padded_tokens"]),
+            None if chunk["padded_tokens"] is None else int(chunk["padded_tokens"]),
         )
         for chunk in member["chunks"]
     )

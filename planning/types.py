@@ -61,6 +61,10 @@ class Candidate:
         tokens = num_sequences * padded_tokens
         return self.fixed_seconds + tokens * (self.seconds_per_token + self.seconds_per_token2 * padded_tokens)
 
+    def sequence_seconds(self, num_tokens: int) -> float:
+        """What one sequence of `num_tokens` computed tokens adds to a chunk, on one stage: b*l + c*l^2."""
+        return num_tokens * (self.seconds_per_token + self.seconds_per_token2 * num_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class PrunedConfig:
@@ -116,6 +120,7 @@ class DeploymentPlan:
 
     `predicted_step_seconds` is the mean makespan of the integer dispatcher over sampled batches,
     `lower_bound_seconds` bounds the expected makespan of any plan, `gap` = predicted / bound - 1.
+    `bucket_uppers` are the ends of fixed buckets, empty where every step chooses its own.
     """
 
     groups: tuple[ReplicaGroup, ...]
@@ -126,6 +131,7 @@ class DeploymentPlan:
     tenant_gpu_seconds: dict[str, float]
     pruned: tuple[PrunedConfig, ...]
     alternatives: tuple[PlanAlternative, ...]
+    bucket_uppers: tuple[int, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -163,14 +169,21 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One micro-batch of one replica: sequences, each padded to `padded_tokens`."""
+    """One micro-batch of one replica: sequences, each padded to `padded_tokens`, or, where that is None, packed."""
 
     sequences: tuple[SequenceRef, ...]
-    padded_tokens: int
+    padded_tokens: int | None
+
+    @property
+    def computed_lengths(self) -> tuple[int, ...]:
+        """Tokens computed per sequence, in order."""
+        if self.padded_tokens is None:
+            return tuple(sequence.num_tokens for sequence in self.sequences)
+        return (self.padded_tokens,) * len(self.sequences)
 
     @property
     def num_computed_tokens(self) -> int:
-        return len(self.sequences) * self.padded_tokens
+        return self.num_tokens if self.padded_tokens is None else len(self.sequences) * self.padded_tokens
 
     @property
     def num_tokens(self) -> int:

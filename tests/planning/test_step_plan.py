@@ -38,7 +38,7 @@ def test_a_good_plan_passes(two_replicas: tuple[Replica, ...], small_candidates:
         (plan_of([Chunk((A, C), 8)]), r"a, row 1 \(6 tokens\) is missing"),
         (plan_of([Chunk((A, C), 8)], [Chunk((B,), 6), Chunk((B,), 6)]), "row 1.*planned 2 times"),
         (plan_of([Chunk((A, C), 8)], [Chunk((B, SequenceRef("z", 9, 2)), 6)]), "tenant z, row 9.*not part of the step"),
-        (plan_of([Chunk((A, C), 9)], [Chunk((B,), 6)]), "2 x 9 tokens exceeds the 16"),
+        (plan_of([Chunk((A, C), 9)], [Chunk((B,), 6)]), r"18 tokens \(2 x 9\) exceeds the 16"),
         (plan_of([Chunk((A, C), 7)], [Chunk((B,), 6)]), "row 0.*does not fit into a chunk of 7"),
         (plan_of([Chunk((A, C), 8)], [Chunk((B,), 6)], [Chunk((), 4)]), "replica 2 is unknown"),
         (plan_of([Chunk((A, C), 8), Chunk((), 4)], [Chunk((B,), 6)]), "holds no sequence"),
