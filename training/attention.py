@@ -1,23 +1,39 @@
 """Attention and normalisation that replace Megatron's own, which need a GPU or refuse our settings."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
 class CausalAttention(nn.Module):
-    """Core attention through PyTorch's scaled dot product. Pads stand on the right, so causality alone hides them."""
+    """Core attention through PyTorch's scaled dot product.
+
+    In a padded chunk pads stand on the right, so causality alone hides them. In a packed one every segment is computed
+    by itself: no sequence can see another, and packed equals alone to the last bit.
+    """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_ignored):
         super().__init__()
         self.softmax_scale = softmax_scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_args, **_kwargs) -> Tensor:
-        """query_TBHK, key_TBGK, value_TBGK (G key-value heads) -> context_TBD. Megatron's mask arguments are unused."""
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        context = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=True, scale=self.softmax_scale
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_args, packed_seq_params, **_kwargs) -> Tensor:
+        """Context of the queries; Megatron's mask arguments are unused.
+
+        Padded: query_TBHK, key_TBGK, value_TBGK (G key-value heads) -> context_TBD. Packed: query_THK, key_TGK,
+        value_TGK -> context_THK.
+        """
+        if packed_seq_params.segments is None:
+            query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            return self._attend(query, key, value).permute(2, 0, 1, 3).flatten(2)
+        segments = packed_seq_params.segments
+        parts = zip(*(x.transpose(0, 1).split(segments, 1) for x in (query, key, value)), strict=True)
+        contexts = [self._attend(*(part[None] for part in segment))[0] for segment in parts]
+        return torch.cat(contexts, 1).transpose(0, 1)
+
+    def _attend(self, query_BHTK: Tensor, key_BGTK: Tensor, value_BGTK: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            query_BHTK, key_BGTK, value_BGTK, is_causal=True, enable_gqa=True, scale=self.softmax_scale
         )
-        return context.permute(2, 0, 1, 3).flatten(2)
 
 
 class FrozenRMSNorm(nn.RMSNorm):

@@ -8,6 +8,7 @@ its DDP, optimiser, checkpoints and global parallel state, all of which assume e
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from training.attention import CausalAttention, FrozenRMSNorm
 from training.layout import FleetLayout, Stage
 from training.loss import vocab_parallel_cross_entropy
 from training.megatron_cpu import run_megatron_on_cpu
-from training.multi_lora import FUSED_TARGETS, FusedLayer, MultiLoraLinear, Span, Spans
+from training.multi_lora import FUSED_TARGETS, FusedLayer, MultiLoraLinear, Spans
 from training.weights import StageWeights, padded_vocab_size
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -43,6 +44,9 @@ class LoraChunkParams(PackedSeqParams):
     """
 
     spans: Spans | None = None
+    segments: tuple[int, ...] | None = (
+        None  # lengths, as numbers of the host: reading cu_seqlens would wait for the GPU
+    )
 
 
 @dataclass(frozen=True)
@@ -145,10 +149,8 @@ class ReplicaModel:
         )
 
     def _forward(self, chunk: CollatedChunk, model: GPTModel) -> Tensor:
-        items = tuple(Span(span.tenant, span.first_row, span.num_rows) for span in chunk.spans)
-        length = chunk.tokens_BT.shape[1]
-        params = LoraChunkParams(qkv_format="sbhd", spans=Spans(1, items), max_seqlen_q=length, max_seqlen_kv=length)
-        return model(torch.from_numpy(chunk.tokens_BT).to(self.stage.device), None, None, packed_seq_params=params)
+        tokens = torch.from_numpy(chunk.tokens_BT).to(self.stage.device)
+        return model(tokens, None, None, packed_seq_params=_chunk_params(chunk, self.stage.device))
 
     def _forward_step(self, chunks: Iterator[CollatedChunk], model: GPTModel):
         chunk = next(chunks)
@@ -162,14 +164,32 @@ class ReplicaModel:
             )
             # A product would carry one tenant's NaN at unsupervised positions; those must not count at all.
             weighted = torch.where(weights > 0, per_token.view_as(weights) * weights, 0.0)
+            span_dim = 0 if chunk.segments is None else 1
             report = {
-                span.tenant: weighted.detach()[span.first_row : span.first_row + span.num_rows].sum()
-                for span in chunk.spans
+                span.tenant: weighted.detach().narrow(span_dim, span.start, span.size).sum() for span in chunk.spans
             }
             # Three values keep the schedule from rescaling the loss; weights already divide by the step's tokens.
             return weighted.sum(), torch.ones((), dtype=torch.int), report
 
         return output, weighted_loss
+
+
+def _chunk_params(chunk: CollatedChunk, device: str) -> LoraChunkParams:
+    """Spans and, for a packed chunk, segment borders: with them rope starts anew in every segment."""
+    if chunk.segments is None:
+        length = chunk.tokens_BT.shape[1]
+        return LoraChunkParams("sbhd", max_seqlen_q=length, max_seqlen_kv=length, spans=Spans(1, chunk.spans))
+    ends = torch.tensor([0, *accumulate(chunk.segments)], dtype=torch.int32, device=device)
+    longest = max(chunk.segments)
+    return LoraChunkParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        spans=Spans(0, chunk.spans),
+        segments=chunk.segments,
+    )
 
 
 def _build_frozen_model(stage: Stage, groups: ReplicaGroups, dtype: torch.dtype) -> GPTModel:

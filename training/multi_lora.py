@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from data_prep.collate import TenantSpan
 from training.adapters import Adapter
 from training.base_model import BaseModel
 
@@ -32,20 +33,14 @@ FUSED_TARGETS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """`size` entries of the span dimension, from `start`, that belong to one tenant."""
-
-    tenant: str
-    start: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
 class Spans:
-    """Which entries of hidden_TBD along `dim` belong to which tenant: sorted, disjoint. dim 1 (B) when padded."""
+    """Which entries of hidden_TBD along `dim` belong to which tenant: adjacent and complete.
+
+    A padded chunk has spans of rows (dim 1, B), a packed one of tokens (dim 0, T).
+    """
 
     dim: int
-    items: tuple[Span, ...]
+    items: tuple[TenantSpan, ...]
 
 
 @dataclass(frozen=True)

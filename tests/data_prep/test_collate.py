@@ -35,6 +35,15 @@ def test_a_chunk_is_grouped_by_tenant_padded_and_weighted_at_the_position_that_p
     assert collated.weights_BT.dtype == np.float32
 
 
+def test_a_packed_chunk_puts_sequences_end_to_end_and_never_labels_across_their_borders(token_files):
+    collated = collate(chunk(("bob", 0), ("ann", 1), ("ann", 0), padded_tokens=None), token_files, WEIGHTS)
+    assert collated.segments == (2, 4, 5)
+    assert collated.spans == (TenantSpan("ann", 0, 6), TenantSpan("bob", 6, 5))
+    assert collated.tokens_BT.tolist() == [[15, 16, 11, 12, 13, 14, 21, 22, 23, 24, 25]]
+    assert collated.labels_BT.tolist() == [[16, 0, 12, 13, 14, 0, 22, 23, 24, 25, 0]]
+    assert collated.weights_BT.tolist() == [[0.5, 0, 0, 0.5, 0.5, 0, 0.25, 0, 0, 0.25, 0]]
+
+
 def test_each_tenants_weights_sum_to_one_however_a_step_is_split_and_padded(token_files):
     weights = {tenant: 1 / sum(row.num_supervised_tokens for row in rows) for tenant, rows in ROWS.items()}
     whole = [chunk(("ann", 0), ("ann", 1), ("bob", 0))]
@@ -44,7 +53,7 @@ def test_each_tenants_weights_sum_to_one_however_a_step_is_split_and_padded(toke
         for part in chunks:
             collated = collate(part, token_files, weights)
             for span in collated.spans:
-                rows = slice(span.first_row, span.first_row + span.num_rows)
+                rows = slice(span.start, span.start + span.size)
                 sums[span.tenant] += float(collated.weights_BT[rows].sum())
         assert sums == pytest.approx({"ann": 1.0, "bob": 1.0}, abs=1e-6)
 
@@ -52,5 +61,5 @@ def test_each_tenants_weights_sum_to_one_however_a_step_is_split_and_padded(toke
 def test_a_chunk_that_does_not_match_the_token_file_is_refused(token_files):
     with pytest.raises(LobraError, match="row 1 of tenant 'ann' has 2 tokens, planned were 3"):
         collate(Chunk((SequenceRef("ann", 1, 3),), 8), token_files, WEIGHTS)
-    with pytest.raises(LobraError, match="in a chunk of 4"):
+    with pytest.raises(LobraError, match="planned were 5 in 4"):
         collate(chunk(("bob", 0), padded_tokens=4), token_files, WEIGHTS)

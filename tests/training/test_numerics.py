@@ -3,6 +3,7 @@
 Tolerances are those of DESIGN.md's numerics contract.
 """
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,11 +14,12 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from data_prep.collate import CollatedChunk, collate
 from data_prep.token_file import TokenFile
-from planning.config import Backend
+from planning.config import Backend, Batching
 from planning.step_plan import Job, JobMember, StepPlan, Wave
 from planning.types import Chunk, ParallelConfig, Replica, SequenceRef
-from training import multi_lora
+from training import megatron_model, multi_lora
 from training.adapters import TensorKey, initial_tensor, tensor_keys
 from training.base_model import read_base_model
 from training.config import ALL_TARGETS, AdapterConfig, BaseModelConfig, OptimiserConfig, TenantConfig
@@ -72,8 +74,11 @@ def rows_of(step: int, index: int) -> list[int]:
     return [(3 * step + 2 * index + k) % len(LENGTHS) for k in range(2 + (step + index) % 3)]
 
 
-def step_plans(token_paths: dict[str, Path], num_replicas: int, num_steps: int) -> list[StepPlan]:
+def step_plans(
+    token_paths: dict[str, Path], num_replicas: int, num_steps: int, batching: Batching = Batching.PADDED
+) -> list[StepPlan]:
     """Hand-made dispatches that mix tenants in chunks; in every third step the second replica gets nothing."""
+    packed = batching is Batching.PACKED
     files = {name: TokenFile(path) for name, path in token_paths.items()}
     plans = []
     for step in range(num_steps):
@@ -89,7 +94,7 @@ def step_plans(token_paths: dict[str, Path], num_replicas: int, num_steps: int) 
         for position, replica in enumerate(open_replicas):
             mine = sequences[position :: len(open_replicas)]
             groups = [sorted(mine[i : i + 3]) for i in range(0, len(mine), 3)]
-            chunks = tuple(Chunk(tuple(g), max(s.num_tokens for s in g) + 2) for g in groups)
+            chunks = tuple(Chunk(tuple(g), None if packed else max(s.num_tokens for s in g) + 2) for g in groups)
             jobs.append(Job((JobMember(replica, chunks),)))
         plans.append(StepPlan(step, (Wave(tuple(jobs)),), supervised))
     return plans
@@ -209,24 +214,25 @@ def assert_same_adapter(got: dict, want: dict, start: dict, learning_rate: float
 def test_gradients_on_unequal_replicas_equal_peft(architecture, base_model_folder, token_paths, run_ranks) -> None:
     folder = base_model_folder(architecture)
     spec = fleet_spec(folder, token_paths, UNEQUAL)
-    plan = step_plans(token_paths, len(UNEQUAL), 2)[1]
+    plans = [step_plans(token_paths, len(UNEQUAL), 2, batching)[1] for batching in Batching]
     values = {t.name: start_values(folder, t, 0.05) for t in TENANTS}
 
-    def on_rank(rank: int) -> dict:
-        return gradients_of(Worker(spec, rank, "cpu"), values, plan)
+    def on_rank(rank: int) -> list[dict]:
+        worker = Worker(spec, rank, "cpu")
+        return [gradients_of(worker, values, plan) for plan in plans]
 
-    ranks = run_ranks(4 + 1, on_rank)
+    ranks = run_ranks(spec.world_size, on_rank)
     layout = FleetLayout(spec.replicas, 4)
     wanted = run_ranks(
-        1, lambda _: {t.name: peft_alone(folder, t, token_paths[t.name], [plan], 0.05, 0) for t in TENANTS}
+        1, lambda _: {t.name: peft_alone(folder, t, token_paths[t.name], plans[:1], 0.05, 0) for t in TENANTS}
     )[0]
-    assert worst_gradient_error(ranks, wanted, layout, folder) <= 1e-5
+    for number, batching in enumerate(Batching):
+        error = worst_gradient_error([rank[number] for rank in ranks], wanted, layout, folder)
+        assert error <= 1e-5, batching
 
 
 def gradients_of(worker: Worker, values: dict[str, dict], plan: StepPlan) -> dict:
     """Local gradients after the sync, {(tenant, key): array}, from given start values."""
-    from data_prep.collate import collate
-
     stage = worker.stage
     with torch.no_grad():
         for name, optimiser in worker.optimisers.items():
@@ -244,11 +250,14 @@ def gradients_of(worker: Worker, values: dict[str, dict], plan: StepPlan) -> dic
     worker.model.forward_backward([collate(chunk, worker.token_files, weights) for chunk in chunks])
     tenants = sorted(plan.supervised_tokens)
     worker.sync(tenants)
-    return {
+    gradients = {
         (name, key): parameter.grad.numpy().copy()
         for name in tenants
         for key, parameter in worker.optimisers[name].adapter.parameters.items()
     }
+    for optimiser in worker.optimisers.values():
+        optimiser.adapter.clear_gradients()
+    return gradients
 
 
 def worst_gradient_error(ranks: list[dict], wanted: dict, layout: FleetLayout, folder: Path) -> float:
@@ -269,22 +278,23 @@ def worst_gradient_error(ranks: list[dict], wanted: dict, layout: FleetLayout, f
 
 
 @pytest.mark.parametrize(
-    ("architecture", "configs"),
+    ("architecture", "configs", "batching"),
     [
-        ("llama", UNEQUAL),
-        ("qwen2", UNEQUAL),
-        ("qwen3", UNEQUAL),
-        ("llama", ((4, 1), (2, 2))),
-        ("llama", ((1, 4), (1, 1))),
-        ("llama", ((1, 1),)),
+        ("llama", UNEQUAL, Batching.PADDED),
+        ("llama", UNEQUAL, Batching.PACKED),
+        ("qwen2", UNEQUAL, Batching.PACKED),
+        ("qwen3", UNEQUAL, Batching.PADDED),
+        ("llama", ((4, 1), (2, 2)), Batching.PACKED),
+        ("llama", ((1, 4), (1, 1)), Batching.PACKED),
+        ("llama", ((1, 1),), Batching.PADDED),
     ],
 )
 def test_adapters_after_ten_joint_steps_equal_peft_alone(
-    architecture, configs, base_model_folder, token_paths, run_ranks
+    architecture, configs, batching, base_model_folder, token_paths, run_ranks
 ) -> None:
     folder = base_model_folder(architecture)
     spec = fleet_spec(folder, token_paths, configs)
-    plans = step_plans(token_paths, len(configs), 10)
+    plans = step_plans(token_paths, len(configs), 10, batching)
     ranks = run_ranks(spec.world_size, joint_adapters(spec, plans))
 
     def oracle(_: int) -> dict:
@@ -342,7 +352,7 @@ def local_state(worker: Worker) -> dict:
 def test_planted_faults_break_the_gradients(base_model_folder, token_paths, run_ranks, monkeypatch) -> None:
     folder = base_model_folder("llama")
     spec = fleet_spec(folder, token_paths, UNEQUAL)
-    plan = step_plans(token_paths, len(UNEQUAL), 2)[1]
+    plan = step_plans(token_paths, len(UNEQUAL), 2, Batching.PACKED)[1]
     values = {t.name: start_values(folder, t, 0.05) for t in TENANTS}
     wanted = run_ranks(
         1, lambda _: {t.name: peft_alone(folder, t, token_paths[t.name], [plan], 0.05, 0) for t in TENANTS}
@@ -358,5 +368,13 @@ def test_planted_faults_break_the_gradients(base_model_folder, token_paths, run_
         assert error() > 1e-2
     with monkeypatch.context() as counted_per_rank:
         counted_per_rank.setattr(GradientSync, "contributes_replicated", True)
+        assert error() > 1e-2
+    with monkeypatch.context() as across_segments:
+        honest = megatron_model._chunk_params
+
+        def one_segment(chunk: CollatedChunk, device: str) -> megatron_model.LoraChunkParams:
+            return dataclasses.replace(honest(chunk, device), segments=(sum(chunk.segments),))
+
+        across_segments.setattr(megatron_model, "_chunk_params", one_segment)
         assert error() > 1e-2
     assert error() <= 1e-5
