@@ -12,17 +12,17 @@ from prefect.cache_policies import NO_CACHE
 
 from data_prep.prepare import Outcome
 from planning.config import Strategy
-from planning.types import DeploymentPlan
+from planning.strategies import Phase
 from tasks.figures import balance_figure, gpu_seconds_figure, histogram_figure, loss_figure, plan_figure
 from tasks.run_folder import RunFolder, write_json
 from tasks.summary import FAILED, RunResults, TenantOutcome, skipped, summarise, summary_markdown
 from tasks.tracking import Tracker
 from training.config import BaseModelConfig, TenantConfig
-from training.controller import TrainingResult
 from training.deployment import split_outcomes
 from training.journal import effective_steps, read_journal
 from training.peft_export import ExportError, export_adapter
 from training.progress import TenantStatus
+from training.request import TrainingResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class PublishRequest:
     strategy: Strategy
     base_model: BaseModelConfig
     tenants: tuple[TenantConfig, ...]
-    plan: DeploymentPlan
+    phases: tuple[Phase, ...]
     outcomes: Sequence[Outcome]
     histogram: pl.DataFrame
     result: TrainingResult
@@ -45,8 +45,8 @@ def publish(request: PublishRequest, folder: RunFolder, tracker: Tracker) -> dic
     tenants = {tenant.name: _export(tenant, request, folder) for tenant in request.tenants}
     tenants |= {failure.tenant: skipped(failure.reason) for failure in failures}
     records = read_journal(folder.steps)
-    summary = summarise(RunResults(request.strategy, request.plan, tuple(prepared), tenants, records))
-    for figure in draw_figures(request.histogram, request.plan, effective_steps(records), folder.figures):
+    summary = summarise(RunResults(request.strategy, request.phases, tuple(prepared), tenants, records))
+    for figure in draw_figures(request.histogram, request.phases, effective_steps(records), folder.figures):
         tracker.log_figure(figure)
     for tenant, outcome in tenants.items():
         if outcome.adapter_path is not None:
@@ -58,18 +58,21 @@ def publish(request: PublishRequest, folder: RunFolder, tracker: Tracker) -> dic
 
 
 def draw_figures(
-    histogram: pl.DataFrame, plan: DeploymentPlan, steps: Sequence[dict[str, Any]], folder: Path
+    histogram: pl.DataFrame, phases: Sequence[Phase], steps: Sequence[dict[str, Any]], folder: Path
 ) -> list[Path]:
     """The figures of a run, as PNG files."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}.png" for name in ("lengths", "plan", "losses", "balance", "gpu_seconds")]
-    lengths, plan_path, losses, balance, gpu_seconds = paths
+    plans = list({str(phase.plan): phase.plan for phase in phases}.values())
+    plan_paths = [folder / ("plan.png" if len(plans) == 1 else f"plan-{n}.png") for n in range(1, len(plans) + 1)]
+    names = ("lengths", "losses", "balance", "gpu_seconds")
+    lengths, losses, balance, gpu_seconds = (folder / f"{name}.png" for name in names)
     histogram_figure(histogram, (), lengths)
-    plan_figure(plan, plan_path)
+    for plan, path in zip(plans, plan_paths, strict=True):
+        plan_figure(plan, path)
     loss_figure(steps, losses)
-    balance_figure(steps, balance)
     gpu_seconds_figure(steps, gpu_seconds)
-    return paths
+    balance_figure(steps, balance)
+    return [lengths, *plan_paths, losses, balance, gpu_seconds]
 
 
 def _export(tenant: TenantConfig, request: PublishRequest, folder: RunFolder) -> TenantOutcome:
