@@ -109,7 +109,8 @@ def _spread_loss(columns: _Columns, share: np.ndarray, winner: np.ndarray, step_
     table, present = columns.table, (winner > 0)[:, None]
     if not (table.depth * winner).any():
         return 0.0
-    price = prices(SplitSolver().solve(share, winner, columns.demand).value, share, winner)
+    split = SplitSolver().solve(share[None], winner, columns.demand)
+    price = prices(split.value, share[None], winner)
     loads = columns.counts @ price / float(columns.demand @ price)
     longest = step_seconds * float(loads.max())
     full = table.fixed[:, None] + table.variable * np.floor(table.capacity)

@@ -68,8 +68,8 @@ class PlanSearch:
             k = int(np.where(solved, np.inf, bound).argmin())
             if solved.sum() > NUM_NEIGHBOURS and np.partition(bound[solved], NUM_NEIGHBOURS - 1)[-1] <= bound[k]:
                 break
-            split = self._solver.solve(share, plans[k], costs.demand)
-            price = prices(split.value, share, plans[k])
+            split = self._solver.solve(share[None], plans[k], costs.demand)
+            price = prices(split.value, share[None], plans[k])
             bound = np.maximum(bound, split.load / (plans @ (price / share).max(axis=1)))
             bound[k], solved[k] = split.load, True
         best = np.flatnonzero(solved)[np.argsort(bound[solved], kind="stable")[:NUM_NEIGHBOURS]]
