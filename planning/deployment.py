@@ -70,6 +70,7 @@ def plan_deployment(
         pruned=candidates.pruned,
         alternatives=tuple(PlanAlternative(other.groups, other.mean_seconds) for other in race.finished[1:]),
         bucket_uppers=fixed_uppers,
+        caveat=candidates.caveat,
     )
 
 
