@@ -19,7 +19,10 @@ from data_prep.readers import data_sha256, read_rows
 from data_prep.rejects import write_rejects
 from data_prep.token_file import SCHEMA_VERSION, TokenFile, write_token_file
 from data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
-from data_prep.types import EncodedSequence, Reject
+from data_prep.types import OVERLONG, EncodedSequence, Reject
+
+# What changes neither a token nor a reject; the data file counts by its bytes.
+NOT_IN_KEY = {"path", "max_reject_ratio", "max_drop_ratio"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,14 @@ class Manifest:
     @property
     def num_rejects(self) -> int:
         return sum(self.reject_reasons.values())
+
+    @property
+    def num_overlong(self) -> int:
+        return self.reject_reasons.get(OVERLONG, 0)
+
+    @property
+    def num_broken(self) -> int:
+        return self.num_rejects - self.num_overlong
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +96,7 @@ def cache_key(dataset: DatasetConfig, tokenizer_folder: Path) -> str:
     parts = {
         "data": data_sha256(dataset),
         "tokenizer": tokenizer_fingerprint(tokenizer_folder),
-        "dataset": dataset.model_dump(mode="json", exclude={"path"}),
+        "dataset": dataset.model_dump(mode="json", exclude=NOT_IN_KEY),
         "schema_version": SCHEMA_VERSION,
         "encoder_version": ENCODER_VERSION,
     }

@@ -38,7 +38,8 @@ class DatasetConfig(Section):
         None
     )
     overlong: OverlongPolicy = OverlongPolicy.DROP
-    max_reject_ratio: Annotated[float, Field(ge=0, le=1, title="Rejected rows allowed, as part of all rows")] = 0.05
+    max_reject_ratio: Annotated[float, Field(ge=0, le=1, title="Broken rows allowed, as part of all rows")] = 0.0
+    max_drop_ratio: Annotated[float, Field(ge=0, le=1, title="Over-long rows dropped, as part of all rows")] = 0.05
 
     @model_validator(mode="after")
     def _one_way_to_read_a_row(self) -> Self:

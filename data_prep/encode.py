@@ -9,7 +9,7 @@ from data_prep.chat import encode_chat
 from data_prep.config import DatasetConfig, OverlongPolicy
 from data_prep.errors import DatasetError, RowError
 from data_prep.tokenizer import Tokenizer
-from data_prep.types import ChatRow, EncodedSequence, PromptRow, Span
+from data_prep.types import OVERLONG, ChatRow, EncodedSequence, PromptRow, Span
 
 # Part of the cache key: raise it with every change that gives a row other tokens or other spans.
 ENCODER_VERSION = 1
@@ -48,7 +48,7 @@ def encode_row(
                 f"row {row.number} of {dataset.path} has {len(input_ids)} tokens, more than dataset.max_length "
                 f"{longest_tokens}; raise it, shorten the row, or set dataset.overlong to 'drop'"
             )
-        raise RowError("longer than dataset.max_length")
+        raise RowError(OVERLONG)
     loss_spans = _spans(mask)
     if not loss_spans:
         raise RowError("no token to learn")

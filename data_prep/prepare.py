@@ -16,6 +16,7 @@ from data_prep.cache import Manifest, find_or_build
 from data_prep.config import DatasetConfig
 from data_prep.errors import DatasetError
 from data_prep.rejects import describe_rejects, publish_rejects
+from data_prep.types import OVERLONG
 from planning.errors import InputError
 
 CONNECT_SECONDS = 30.0
@@ -167,13 +168,20 @@ def _client(address: str | None, num_workers: int) -> Iterator[Client]:
 
 def _check_rejects(dataset: DatasetConfig, manifest: Manifest, rejects_path: Path) -> None:
     num_all = manifest.num_rows + manifest.num_rejects
-    found = f"{manifest.num_rejects} of {num_all} rows of {dataset.path} were rejected"
+    all_rows, why = f"of {num_all} rows of {dataset.path}", describe_rejects(rejects_path)
     if manifest.num_rows == 0:
         raise DatasetError(
-            f"{found}, no row is left: {describe_rejects(rejects_path)}; repair them, see {rejects_path}"
+            f"{num_all} {all_rows} were rejected, no row is left: {why}; repair them, see {rejects_path}"
         )
-    if manifest.num_rejects > dataset.max_reject_ratio * num_all:
+    if manifest.num_broken > dataset.max_reject_ratio * num_all:
         raise DatasetError(
-            f"{found}, more than dataset.max_reject_ratio {dataset.max_reject_ratio} allows: "
-            f"{describe_rejects(rejects_path)}; repair them, see {rejects_path}, or raise dataset.max_reject_ratio"
+            f"{manifest.num_broken} {all_rows} were rejected, more than dataset.max_reject_ratio "
+            f"{dataset.max_reject_ratio} allows: {why}; repair them, see {rejects_path}, or raise "
+            "dataset.max_reject_ratio"
+        )
+    if manifest.num_overlong > dataset.max_drop_ratio * num_all:
+        raise DatasetError(
+            f"{manifest.num_overlong} {all_rows} are {OVERLONG} {dataset.max_length}, more than "
+            f"dataset.max_drop_ratio {dataset.max_drop_ratio} allows; shorten them, see {rejects_path}, or raise "
+            "dataset.max_length or dataset.max_drop_ratio"
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 Span = tuple[int, int]
 Message = dict[str, object]
+OVERLONG = "longer than dataset.max_length"  # the one reject reason that is no defect of the row
 
 
 @dataclass(frozen=True, slots=True)

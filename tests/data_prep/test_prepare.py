@@ -26,7 +26,7 @@ def no_scheduler(monkeypatch):
 
 def test_a_tenant_is_prepared_with_exact_counts_and_private_files(request_for, jsonl, tmp_path):
     path = jsonl([*GOOD, "{broken", {"question": SECRET, "answer": ""}])
-    done = prepare_tenant(request_for(path, tenant="Ann & Co"))
+    done = prepare_tenant(request_for(path, tenant="Ann & Co", max_reject_ratio=0.05))
     assert (done.num_rows, done.num_rejects) == (40, 2)
     assert done.reject_reasons == {"malformed JSON": 1, "empty response (column 'answer')": 1}
     tokens = TokenFile(done.token_path)
@@ -56,10 +56,10 @@ def test_requests_and_results_survive_json_and_pickle(request_for, jsonl):
 
 def test_unchanged_input_is_reused_and_gives_the_same_rejects(request_for, jsonl):
     path = jsonl([*GOOD, "{broken"])
-    first = prepare_tenant(request_for(path, "ann"))
+    first = prepare_tenant(request_for(path, "ann", max_reject_ratio=0.05))
     written = first.token_path.stat().st_mtime_ns
     moved = jsonl([*GOOD, "{broken"], "moved.jsonl")
-    second = prepare_tenant(request_for(moved, "bob"))
+    second = prepare_tenant(request_for(moved, "bob", max_reject_ratio=0.1, max_drop_ratio=0.0))
     assert second.token_path == first.token_path
     assert second.token_path.stat().st_mtime_ns == written
     assert second.reject_reasons == first.reject_reasons
@@ -89,7 +89,7 @@ def test_a_changed_file_tokenizer_template_or_setting_is_prepared_anew(
 @pytest.mark.parametrize("name", ["tokens.arrow", "rejects.parquet", "manifest.json"])
 @pytest.mark.parametrize("damage", [b"", b"rubbish", None])
 def test_a_damaged_or_incomplete_cache_entry_is_built_anew(request_for, jsonl, name, damage):
-    request = request_for(jsonl([*GOOD, "{broken"]))
+    request = request_for(jsonl([*GOOD, "{broken"]), max_reject_ratio=0.05)
     first = prepare_tenant(request)
     victim = first.token_path.parent / name
     victim.unlink() if damage is None else victim.write_bytes(damage)
@@ -110,6 +110,26 @@ def test_too_many_rejects_stop_the_tenant_with_counts_rows_and_remedy_but_no_tex
     assert rejects["row"].to_list() == [2, 3, 4, 5, 6]
     assert SECRET not in message
     assert prepare_tenant(request_for(path, max_reject_ratio=5 / 6)).num_rows == 1
+
+
+def test_one_malformed_line_is_an_error_with_its_number_and_the_remedy_unless_it_is_allowed(request_for, jsonl):
+    path = jsonl([*GOOD, "{broken", *GOOD])
+    with pytest.raises(
+        DatasetError, match=r"1 of 81 rows .* 1 x malformed JSON \(first rows: 41\); repair .* or raise"
+    ):
+        prepare_tenant(request_for(path))
+    assert prepare_tenant(request_for(path, max_reject_ratio=0.02)).reject_reasons == {"malformed JSON": 1}
+
+
+def test_overlong_rows_have_a_limit_of_their_own(request_for, jsonl):
+    path = jsonl([*GOOD, {"question": "x" * 500, "answer": "y"}, {"question": "x" * 500, "answer": "y"}])
+    assert prepare_tenant(request_for(path, max_length=100)).reject_reasons == {"longer than dataset.max_length": 2}
+    with pytest.raises(DatasetError) as caught:
+        prepare_tenant(request_for(path, max_length=100, max_drop_ratio=0.04))
+    message = str(caught.value)
+    assert "2 of 42 rows of " in message
+    assert "are longer than dataset.max_length 100, more than dataset.max_drop_ratio 0.04 allows" in message
+    assert message.endswith("or raise dataset.max_length or dataset.max_drop_ratio")
 
 
 def test_prompts_that_fill_max_length_are_dropped_counted_and_the_tenant_fails_alone(request_for, jsonl):
@@ -143,8 +163,8 @@ def test_an_assistant_only_loss_without_markers_is_refused_where_turns_cannot_be
 
 def test_dask_processes_write_the_same_files_as_this_process(request_for, jsonl):
     paths = [jsonl([*GOOD[i:], "{broken"], f"{i}.jsonl") for i in range(3)]
-    here = [request_for(path, f"tenant {i}", cache="here") for i, path in enumerate(paths)]
-    there = [request_for(path, f"tenant {i}", cache="there") for i, path in enumerate(paths)]
+    here = [request_for(path, f"tenant {i}", cache="here", max_reject_ratio=0.05) for i, path in enumerate(paths)]
+    there = [request_for(path, f"tenant {i}", cache="there", max_reject_ratio=0.05) for i, path in enumerate(paths)]
     bad = request_for(paths[0].with_name("none.jsonl"), "bad", cache="there")
     seen = []
     expected = prepare_tenants(here, num_workers=0)
