@@ -8,7 +8,6 @@ from distributed import LocalCluster
 from transformers import PreTrainedTokenizerFast
 
 from data_prep import prepare
-from data_prep.cache import find_or_build
 from data_prep.errors import DatasetError
 from data_prep.files import file_sha256
 from data_prep.prepare import PreparedTenant, PrepareRequest, TenantFailure, prepare_tenant, prepare_tenants
@@ -86,7 +85,7 @@ def test_a_changed_file_tokenizer_template_or_setting_is_prepared_anew(
     assert changed.sha256 != first.sha256
 
 
-@pytest.mark.parametrize("name", ["tokens.arrow", "rejects.parquet", "manifest.json"])
+@pytest.mark.parametrize("name", ["tokens.arrow", "evaluation.arrow", "rejects.parquet", "manifest.json"])
 @pytest.mark.parametrize("damage", [b"", b"rubbish", None])
 def test_a_damaged_or_incomplete_cache_entry_is_built_anew(request_for, jsonl, name, damage):
     request = request_for(jsonl([*GOOD, "{broken"]), max_reject_ratio=0.05)
@@ -237,9 +236,8 @@ def test_real_conversations_prepare_completely_with_loss_on_what_the_assistant_s
 
 
 def test_the_cache_key_is_written_into_the_token_file(request_for, jsonl):
-    request = request_for(jsonl(GOOD))
-    entry, _ = find_or_build(request.dataset, request.tokenizer_folder, request.cache_dir)
-    assert TokenFile(entry.token_path).key == entry.folder.name
+    done = prepare_tenant(request_for(jsonl(GOOD)))
+    assert TokenFile(done.token_path).key == done.token_path.parent.name
 
 
 def test_an_unreachable_scheduler_is_an_input_error_that_names_the_variable(request_for, jsonl, monkeypatch):
