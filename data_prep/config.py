@@ -38,7 +38,8 @@ class DatasetConfig(Section):
     """Where a tenant's rows are and how one of them is read. There are four ways, and a data set has one of them:
 
     * `prompt_column` or `prompt_template`, with `response_column` or `response_template`: loss on the response. A
-      column holds strings; a template is jinja2 over the row's columns (all of them also in `row`);
+      column holds strings; a template is jinja2 over the row's columns (all of them also in `row`), without the line
+      break that it may end with;
     * `instruction_column`: Alpaca. Column `input` may add to the instruction; the response is `response_column`, else
       the column `output` or `response`. The prompt has the wording that Alpaca models are trained with;
     * `messages_column`: chat turns `[{"role", "content"}]` for the tokenizer's chat template; loss on assistant turns;

@@ -15,6 +15,7 @@ from distributed import Client, Future
 
 from data_prep.config import DatasetConfig
 from data_prep.encode import Encoder
+from data_prep.errors import DatasetError
 from data_prep.render import RenderProcess
 from data_prep.token_file import record_batch
 from data_prep.tokenizer import Tokenizer, load_tokenizer
@@ -78,14 +79,14 @@ def encode_here(renderer: RenderProcess, job: EncodeJob, batches: Iterable[RowBa
 def encode_on_cluster(client: Client, job: EncodeJob, batches: Iterable[RowBatch]) -> Iterator[EncodedBatch]:
     """Encodes on the workers of a Dask cluster; raises DatasetError as Encoder does, for the first such row."""
     num_waiting = BATCHES_PER_WORKER * max(1, len(client.nthreads()))
-    futures: deque[Future[EncodedBatch]] = deque()
+    futures: deque[Future[EncodedBatch | DatasetError]] = deque()
     try:
         for batch in batches:
             futures.append(client.submit(_encode_on_worker, job, batch, pure=False))
             if len(futures) == num_waiting:
-                yield futures.popleft().result()
+                yield _unless_error(futures.popleft().result())
         while futures:
-            yield futures.popleft().result()
+            yield _unless_error(futures.popleft().result())
     finally:
         client.cancel(list(futures))
 
@@ -110,8 +111,18 @@ def _encoder(job: EncodeJob) -> Encoder:
     return Encoder(_tokenizer(job.tokenizer_folder, job.tokenizer_fingerprint), job.dataset, _renderer())
 
 
-def _encode_on_worker(job: EncodeJob, batch: RowBatch) -> EncodedBatch:
-    return _encode(_encoder(job), batch)
+def _encode_on_worker(job: EncodeJob, batch: RowBatch) -> EncodedBatch | DatasetError:
+    """An error of the user is a result, because Dask logs what a task raises as a failure of the program."""
+    try:
+        return _encode(_encoder(job), batch)
+    except DatasetError as error:
+        return error
+
+
+def _unless_error(result: EncodedBatch | DatasetError) -> EncodedBatch:
+    if isinstance(result, DatasetError):
+        raise result
+    return result
 
 
 def _encode(encoder: Encoder, batch: RowBatch) -> EncodedBatch:
