@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 from pydantic import ValidationError
 
-from data_prep import source
+from data_prep import json_documents, source
 from data_prep.config import DatasetConfig
 from data_prep.errors import DatasetError
 from data_prep.readers import RecordReader
@@ -67,8 +67,6 @@ def test_parquet_gives_the_same_rows_numbered_from_1(tmp_path):
 
 
 def test_json_documents_larger_than_the_reading_window_are_read_to_the_last_row(tmp_path, monkeypatch):
-    from data_prep import json_documents
-
     path = tmp_path / "rows.json"
     for size in (1, 2, 7, 50):
         monkeypatch.setattr(json_documents, "READ_BYTES", size)
@@ -148,8 +146,6 @@ def test_a_malformed_json_document_is_an_error_that_names_line_column_and_row(tm
 
 
 def test_a_malformed_json_document_is_placed_right_when_it_is_read_in_small_pieces(tmp_path, monkeypatch):
-    from data_prep import json_documents
-
     path = tmp_path / "rows.json"
     path.write_text('[{"a": 1},\n\n {"a": oops}]')
     for size in range(1, 12):
@@ -158,7 +154,9 @@ def test_a_malformed_json_document_is_placed_right_when_it_is_read_in_small_piec
             read(path, format="json")
 
 
-def test_elements_of_a_json_array_that_are_no_objects_are_rejected_alone(tmp_path):
+@pytest.mark.parametrize("size", [1, 3, 2**18])
+def test_elements_of_a_json_array_that_are_no_objects_are_rejected_alone(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(json_documents, "READ_BYTES", size)
     path = tmp_path / "rows.json"
     path.write_text('[12, {"question": "a", "answer": "b"}, "x", null]')
     items = read(path, format="json")
