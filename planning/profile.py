@@ -2,10 +2,12 @@
 
     milliseconds of a chunk on one layer, forward and backward = a + b * tokens + c * sum(length^2)
 
-A profile is a JSON file (`schema_version` 1). Shipped ones are presets. This module neither measures nor fits.
+A stage of a pipeline costs its layers times that, times a measured factor (embedding, logits and the passing on of
+activations). A profile is a JSON file (`schema_version` 1). Shipped ones are presets. This module neither measures
+nor fits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal
@@ -30,6 +32,19 @@ class LayerCost:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredConfig:
+    """What was measured of one configuration beside its layers' cost; the defaults stand for what was not.
+
+    `stage_factor` = seconds of a chunk on one stage / (layers of the stage x their cost). `step_overhead_seconds` is
+    what a step takes beside forward and backward. `bytes_per_token` is the peak of a GPU above what it holds at rest.
+    """
+
+    stage_factor: float = 1.0
+    step_overhead_seconds: float = 0.0
+    bytes_per_token: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """Cost per layer and tensor-parallel degree, and, where measured, the largest chunk per configuration.
 
@@ -41,6 +56,7 @@ class Profile:
     num_layers: int
     layer_cost_by_tp: dict[int, LayerCost]
     max_chunk_tokens: dict[ParallelConfig, int] | None = None
+    measured: dict[ParallelConfig, MeasuredConfig] = field(default_factory=dict)
 
 
 class _Coefficients(Section):
@@ -55,6 +71,14 @@ class _LargestChunk(Section):
     tokens: PositiveInt
 
 
+class _Measured(Section):
+    tp: PositiveInt
+    pp: PositiveInt
+    stage_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    step_overhead_ms: Milliseconds
+    bytes_per_token: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class _ProfileFile(Section):
     schema_version: Literal[1]
     model: str = ""
@@ -64,6 +88,7 @@ class _ProfileFile(Section):
     num_layers: PositiveInt
     coefficients_by_tp: Annotated[dict[PositiveInt, _Coefficients], Field(min_length=1)]
     max_chunk_tokens: tuple[_LargestChunk, ...] | None = None
+    measured: tuple[_Measured, ...] | None = None
 
 
 def read_profile(path: Path) -> Profile:
@@ -106,7 +131,13 @@ def _parse(text: str, name: str, where: str) -> Profile:
             f"profile {where}: field coefficients_by_tp.{free[0]}: tokens cost nothing (b and c are both 0); "
             "correct the field or measure the profile again"
         )
-    return Profile(name, file.source, file.num_layers, layer_cost_by_tp, _largest_chunks(file, where))
+    measured = {
+        ParallelConfig(entry.tp, entry.pp): MeasuredConfig(
+            entry.stage_factor, entry.step_overhead_ms / 1e3, entry.bytes_per_token
+        )
+        for entry in file.measured or ()
+    }
+    return Profile(name, file.source, file.num_layers, layer_cost_by_tp, _largest_chunks(file, where), measured)
 
 
 def _largest_chunks(file: _ProfileFile, where: str) -> dict[ParallelConfig, int] | None:
@@ -139,5 +170,16 @@ def write_profile(profile: Profile, path: Path) -> None:
             for tp, cost in profile.layer_cost_by_tp.items()
         },
         max_chunk_tokens=largest and tuple(_LargestChunk(tp=c.tp, pp=c.pp, tokens=t) for c, t in largest.items()),
+        measured=tuple(
+            _Measured(
+                tp=config.tp,
+                pp=config.pp,
+                stage_factor=entry.stage_factor,
+                step_overhead_ms=entry.step_overhead_seconds * 1e3,
+                bytes_per_token=entry.bytes_per_token,
+            )
+            for config, entry in profile.measured.items()
+        )
+        or None,
     )
     path.write_text(file.model_dump_json(indent=1, exclude_none=True) + "\n", encoding="utf-8")

@@ -31,6 +31,7 @@ from training.fleet_spec import (
     log_path,
     report_key,
 )
+from training.probe import Probe
 from training.processes import connect_store
 
 LOOPBACK = "127.0.0.1"
@@ -98,6 +99,11 @@ class Fleet:
         """Have replica 0 write canonical adapters and moments below `folder`."""
         self._send({"kind": "save", "folder": str(folder)})
         self._collect(self._number, self.spec.step_timeout_seconds, "save")
+
+    def profile(self, probe: Probe) -> list[dict]:
+        """Have all replicas time the same chunks; reports of all ranks, in rank order."""
+        self._send({"kind": "profile", "probe": probe.model_dump(mode="json")})
+        return self._collect(self._number, self.spec.step_timeout_seconds, "profile")
 
     def stop(self) -> None:
         """End all processes: ask the ranks when they are idle, kill the agent (and with it the ranks) otherwise."""
