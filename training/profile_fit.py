@@ -17,7 +17,7 @@ from scipy.optimize import nnls
 
 from planning.config import Batching
 from planning.errors import LobraError
-from planning.profile import LayerCost
+from planning.profile import LayerCost, Profile
 from planning.types import ParallelConfig
 
 
@@ -68,6 +68,15 @@ class CostFit:
         """Mean absolute relative error of the padded or of the packed chunks; None if there are none."""
         own = [abs(e) for t, e in zip(self.timings, self.errors, strict=True) if t.batching is batching]
         return float(np.mean(own)) if own else None
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredProfile:
+    """A profile, what it was fitted to, and what the memory model said for each configuration."""
+
+    profile: Profile
+    fit: CostFit
+    modelled_bytes_per_token: dict[ParallelConfig, float]
 
 
 def fit_cost(timings: Sequence[ChunkTiming], num_layers: int) -> CostFit:

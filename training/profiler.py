@@ -26,7 +26,7 @@ from training.config import BaseModelConfig, TenantConfig
 from training.fleet import Fleet, FleetError
 from training.fleet_spec import FleetSpec
 from training.probe import Probe
-from training.profile_fit import ChunkTiming, CostFit, fit_cost
+from training.profile_fit import ChunkTiming, MeasuredProfile, fit_cost
 
 NUM_LENGTHS = 4
 LENGTH_RATIO = 4  # between neighbouring lengths of the grid
@@ -57,18 +57,13 @@ class ProfileRequest:
     def shape(self) -> ModelShape:
         return self.base.shape(self.base_model.dtype)
 
-
-@dataclass(frozen=True)
-class MeasuredProfile:
-    """A profile and what it was fitted to."""
-
-    profile: Profile
-    fit: CostFit
-    modelled_bytes_per_token: dict[ParallelConfig, float]
+    @property
+    def sequences_per_step(self) -> int:
+        return sum(tenant.batch_size for tenant in self.tenants)
 
 
 def measurable(request: ProfileRequest) -> Candidates:
-    """The configurations that model, memory model and cluster allow: planning's own checks under a profile of all tp."""
+    """What model, memory model and cluster allow: planning's own checks, under a profile that knows every tp."""
     cost = dict.fromkeys(range(1, request.cluster.num_gpus + 1), LayerCost(1.0, 1.0, 1.0))
     anything = Profile("any", "not measured", request.base.num_layers, cost)
     adapters = [tenant.adapter for tenant in request.tenants]
@@ -111,7 +106,7 @@ def measure_config(request: ProfileRequest, candidate: Candidate) -> tuple[list[
     """Timings of one configuration's grid, and the median overhead seconds of a step."""
     config = candidate.config
     num_slots = _num_chunks(config) + config.pp - 1
-    probes = probe_grid(config, candidate.max_chunk_tokens, request.longest_tokens)
+    probes = probe_grid(config, candidate.max_chunk_tokens, request.longest_tokens, request.sequences_per_step)
     seconds: dict[Probe, list[float]] = {probe: [] for probe in probes}
     overheads: list[float] = []
     order = random.Random(0)
@@ -136,16 +131,19 @@ def measure_config(request: ProfileRequest, candidate: Candidate) -> tuple[list[
     return timings, statistics.median(overheads)
 
 
-def probe_grid(config: ParallelConfig, max_chunk_tokens: int, longest_tokens: int) -> list[Probe]:
+def probe_grid(
+    config: ParallelConfig, max_chunk_tokens: int, longest_tokens: int, sequences_per_step: int
+) -> list[Probe]:
     """Lengths down from the longest by a constant ratio; per length one sequence, a full chunk, and between them.
 
+    A full chunk holds what memory allows, but no more sequences than a step has.
     The largest chunks of several sequences are also measured packed.
     """
     longest = min(longest_tokens, max_chunk_tokens)
     lengths = sorted({max(min(SHORTEST_TOKENS, longest), longest // LENGTH_RATIO**n) for n in range(NUM_LENGTHS)})
     shapes = []
     for length in lengths:
-        largest = max_chunk_tokens // length
+        largest = min(max_chunk_tokens // length, sequences_per_step)
         shapes += [(num_sequences, length) for num_sequences in sorted({1, round(largest**0.5), largest})]
     several = sorted((shape for shape in shapes if shape[0] > 1), key=lambda shape: -shape[0] * shape[1])[:NUM_PACKED]
     return [

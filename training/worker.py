@@ -1,8 +1,8 @@
 """One rank of the fleet: builds its stage, then carries out the controller's commands in order.
 
 Commands are `train` (one step plan: forward, backward, sync, update, report), `save` (write canonical tensors below a
-folder), `profile` (time one probe) and `stop`. Every rank answers every command with one report. A rank that fails reports why and exits; the agent
-then ends the others.
+folder), `profile` (time one probe) and `stop`. Every rank answers every command with one report. A rank that fails
+reports why and exits; the agent then ends the others.
 """
 
 import contextlib
