@@ -106,7 +106,7 @@ def request_for(base_model_folder: Callable[[str], Path], tmp_path_factory: pyte
             name=f"tenant-{rank}",
             dataset=DatasetConfig(path=Path("unused.jsonl"), prompt_column="p", response_column="r"),
             adapter=AdapterConfig(rank=rank, alpha=8, target_modules=targets),
-            batch_size=16,
+            batch_size=4,
             steps=1,
         )
         for rank, targets in ((2, ("q_proj",)), (8, ("q_proj", "down_proj")))
@@ -115,9 +115,9 @@ def request_for(base_model_folder: Callable[[str], Path], tmp_path_factory: pyte
         base=read_base_model(base_model),
         base_model=base_model,
         tenants=tenants,
-        cluster=ClusterConfig(num_gpus=2, memory_per_gpu_gib=0.02, backend=Backend.GLOO),
+        cluster=ClusterConfig(num_gpus=2, memory_per_gpu_gib=0.015, backend=Backend.GLOO),
         planner=PlannerConfig(max_pp=1),
-        longest_tokens=128,
+        longest_tokens=64,
         log_dir=tmp_path_factory.mktemp("logs"),
     )
 
@@ -136,7 +136,7 @@ def test_a_real_fleet_gives_positive_times_and_bytes_that_grow_with_the_chunk(me
         own = [t for t in measured.fit.timings if t.config == config and t.batching is Batching.PADDED]
         assert min(t.seconds for t in own) > 0
         small, large = (pick(own, key=lambda t: (t.num_tokens, t.length)) for pick in (min, max))
-        assert large.num_tokens >= 64 * small.num_tokens
+        assert large.num_tokens >= 16 * small.num_tokens
         assert large.seconds > small.seconds
         # activations of four layers in float32: at least the two norms' inputs of each are kept
         assert large.peak_bytes > large.num_tokens * 4 * 4 * 2 * 64
@@ -196,7 +196,7 @@ def test_a_profile_of_another_machine_or_model_is_refused_with_the_remedy(
     assert read_profile(theirs).measured  # a sound profile, but not ours
     config = ProfileConfig(source=ProfileSource.MEASURE)
     ours = stored_path(tmp_path, request_for.base_model, here)
-    with pytest.raises(InputError, match="lobra profile RUN.yaml") as refusal:
+    with pytest.raises(InputError, match=r"lobra profile RUN\.yaml") as refusal:
         load_profile(config, ours)
     assert elsewhere.hardware in str(refusal.value)  # says which profiles there are
     for suffix in (".json", ".report.json"):
