@@ -8,16 +8,19 @@ from prefect.cache_policies import NO_CACHE
 
 from planning.types import ParallelConfig
 from training.profile_fit import MeasuredProfile
-from training.profile_store import profile_identity, store_profile
-from training.profiler import ProfileRequest
+from training.profile_store import profile_identity, read_stored, store_profile
+from training.profiler import ProfileRequest, is_complete
 from training.profiler import measure_profile as measure
 
 
 @task(name="measure_profile", cache_policy=NO_CACHE)
 def measure_profile(request: ProfileRequest, stored: Path, force: bool = False) -> Path:
-    """Measure and store the profile of a run; a stored one is kept unless `force`. Returns its path."""
+    """Measure and store the profile of a run, and return its path.
+
+    A stored one is kept if it has every configuration that the run may use, unless `force`.
+    """
     logger = get_run_logger()
-    if stored.exists() and not force:
+    if not force and stored.exists() and is_complete(request, read_stored(stored)):
         logger.info("profile %s is stored already", stored)
         return stored
 

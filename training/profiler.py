@@ -71,6 +71,11 @@ def measurable(request: ProfileRequest) -> Candidates:
     return propose_candidates(request.shape, anything, request.cluster, request.planner, num_adapter_parameters)
 
 
+def is_complete(request: ProfileRequest, profile: Profile) -> bool:
+    """Whether every configuration that the request would measure was measured for the profile."""
+    return all(candidate.config in profile.measured for candidate in measurable(request).usable)
+
+
 def measure_profile(
     request: ProfileRequest, progress: Progress = lambda _done, _total, _config: None
 ) -> MeasuredProfile:

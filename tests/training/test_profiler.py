@@ -21,7 +21,7 @@ from training.deployment import load_profile
 from training.probe import Probe, random_chunk
 from training.profile_fit import ChunkTiming, MeasuredProfile, fit_cost
 from training.profile_store import ProfileIdentity, profile_identity, read_report, store_profile, stored_path
-from training.profiler import ProfileRequest, measurable, measure_profile, probe_grid
+from training.profiler import ProfileRequest, is_complete, measurable, measure_profile, probe_grid
 
 PLANTED = {1: LayerCost(3e-3, 5e-5, 7e-8), 2: LayerCost(9e-3, 3e-5, 0.0)}
 FACTORS = {ParallelConfig(1, 1): 1.0, ParallelConfig(1, 2): 1.25, ParallelConfig(2, 1): 1.0}
@@ -153,6 +153,14 @@ def test_the_measured_profile_plans_within_the_measured_memory(
         per_token = measured.profile.measured[config].bytes_per_token
         assert 0 < candidate.max_chunk_tokens * per_token < 0.9 * cluster.memory_per_gpu_gib * 2**30
         assert candidate.step_overhead_seconds > 0
+
+
+def test_a_profile_is_incomplete_for_a_run_that_may_use_more_configurations(
+    measured: MeasuredProfile, request_for: ProfileRequest
+) -> None:
+    assert is_complete(request_for, measured.profile)
+    assert is_complete(replace(request_for, planner=PlannerConfig(max_tp=1, max_pp=1)), measured.profile)
+    assert not is_complete(replace(request_for, planner=PlannerConfig()), measured.profile)  # <1,2> as well
 
 
 def identity(request: ProfileRequest) -> ProfileIdentity:
