@@ -1,6 +1,6 @@
 """The command line `lobra`. Exit codes: 0 done, 1 failed, 2 bad input.
 
-Prefect, MLflow and torch are imported by the commands that need them alone: `run`.
+Prefect, MLflow and torch are imported by the commands that need them alone: `run` and `profile`.
 """
 
 import json
@@ -77,6 +77,27 @@ def plan(run_file: RunFile, as_json: AsJson = False) -> None:
     for phase in phases:
         for table in plan_tables(phase.plan):
             console.print(table)
+
+
+@app.command()
+def profile(
+    run_file: RunFile,
+    force: Annotated[bool, typer.Option("--force", help="Measure again what is stored already")] = False,
+) -> None:
+    """Measure what a run's parallel configurations cost on this machine, for `profile.source: measure`."""
+    from flows.config import read_run_file
+    from flows.report import profile_tables
+    from flows.validation import check_run
+
+    config = read_run_file(run_file)
+    check_run(config, run_file)
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
+    from flows.profile import profile as measure
+
+    stored = Path(measure(run=config, force=force))
+    for table in profile_tables(stored):
+        console.print(table)
+    console.print(f"Profile: {stored}", soft_wrap=True)
 
 
 @app.command()

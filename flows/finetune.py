@@ -15,11 +15,14 @@ from prefect.runtime import flow_run
 
 import tasks.deploy
 import tasks.prepare
+import tasks.profile
 import tasks.publish
 import tasks.train
 from flows.config import RunConfig, read_run_file
 from flows.preview import deployment_request, prepare_requests, stored_profile_path
+from flows.profile import profile_request
 from flows.validation import check_run
+from planning.config import ProfileSource
 from planning.phase_file import describe
 from planning.strategies import Phase
 from tasks.publish import PublishRequest
@@ -41,6 +44,9 @@ def finetune(run: RunConfig, run_dir: Path | None = None, fresh: bool = False) -
         outcomes = tasks.prepare.prepare(requests, run.data.num_workers, run.training.allows_failures, folder)
         prepared, _ = split_outcomes(outcomes, allow_failures=True)
         histogram = tasks.prepare.measure(prepared, folder)
+        if run.profile.source is ProfileSource.MEASURE and not folder.profile.exists():
+            longest_tokens = int(histogram["length"].max())  # type: ignore[arg-type]
+            tasks.profile.measure_profile(profile_request(run, base, longest_tokens), stored_profile_path(run))
         profile = tasks.deploy.profile(run.profile, stored_profile_path(run), folder)
         deployment = deployment_request(run, base, [tenant.tenant for tenant in prepared])
         candidates = propose(deployment, profile)

@@ -9,8 +9,9 @@ from data_prep.prepare import Outcome, PreparedTenant, PrepareRequest, TenantFai
 from flows.config import RunConfig
 from planning.candidates import Candidates
 from planning.strategies import Phase
-from training.base_model import BaseModel
+from training.base_model import BaseModel, read_base_model
 from training.deployment import DeploymentRequest, deploy, load_profile, propose, split_outcomes
+from training.profile_store import profile_identity, stored_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,5 +60,6 @@ def deployment_request(run: RunConfig, base: BaseModel, names: Sequence[str]) ->
 
 
 def stored_profile_path(run: RunConfig) -> Path:
-    """Where a profile measured for this base model and number format is kept."""
-    return run.data.cache_dir / "profiles" / f"{run.base_model.path.name}-{run.base_model.dtype.value}.json"
+    """Where a profile that this machine measures for the run is kept: one per model, adapter targets and fleet size."""
+    identity = profile_identity(read_base_model(run.base_model), run.base_model, run.tenants, run.cluster)
+    return stored_path(run.data.cache_dir / "profiles", run.base_model, identity)

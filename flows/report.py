@@ -1,13 +1,16 @@
 """Tables for the terminal."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.table import Column, Table
 
 from flows.preview import Preview
+from planning.profile import read_profile
 from planning.types import DeploymentPlan
 from tasks.summary import shown
+from training.profile_store import read_report
 
 
 def plan_tables(plan: DeploymentPlan) -> list[Table | str]:
@@ -31,6 +34,28 @@ def plan_tables(plan: DeploymentPlan) -> list[Table | str]:
             pruned.add_row(str(item.config), item.reason)
         tables.append(pruned)
     return tables
+
+
+def profile_tables(stored: Path) -> list[Table | str]:
+    """A measured profile: cost per tp, what was measured of every configuration, and the error of the fit."""
+    profile, report = read_profile(stored), read_report(stored)
+    costs = Table("tp", "ms", "us per token", "ns per token^2", title="Cost of a chunk on one layer")
+    for tp, cost in profile.layer_cost_by_tp.items():
+        coefficients = (cost.fixed_seconds * 1e3, cost.seconds_per_token * 1e6, cost.seconds_per_token2 * 1e9)
+        costs.add_row(str(tp), *(f"{value:.4g}" for value in coefficients))
+    columns = ("configuration", "stage factor", "step overhead (ms)", "bytes per token", "memory model says")
+    configurations = Table(*columns, title="Measured per configuration")
+    for entry in report["configurations"]:
+        configurations.add_row(
+            f"<{entry['tp']},{entry['pp']}>",
+            f"{entry['stage_factor']:.3f}",
+            f"{entry['step_overhead_seconds'] * 1e3:.1f}",
+            f"{entry['measured_bytes_per_token']:.0f}",
+            f"{entry['modelled_bytes_per_token']:.0f}",
+        )
+    fit = report["fit"]
+    error = f"Error of the fit: mean {fit['mean_error']:.1%}, largest {fit['max_error']:.1%} at {fit['worst']}."
+    return [costs, configurations, error]
 
 
 def validation_table(preview: Preview) -> Table:

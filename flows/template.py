@@ -46,7 +46,7 @@ planner:
   num_buckets: 16
 
 profile:
-  source: file                       # file | preset | measure
+  source: file                       # file | preset | measure (see `lobra profile`)
   path: profiles/my-hardware.json
 
 training:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from planning.config import ClusterConfig, PlannerConfig
 from planning.errors import PlanInfeasibleError, ProfileError
 from planning.memory import max_chunk_tokens
-from planning.profile import Profile
+from planning.profile import MeasuredConfig, Profile
 from planning.types import Candidate, ModelShape, ParallelConfig, PrunedConfig
 
 BYTES_PER_GIB = 2**30
@@ -61,7 +61,9 @@ def propose_candidates(
             capacity = (
                 profile.max_chunk_tokens[config]
                 if profile.max_chunk_tokens is not None
-                else max_chunk_tokens(shape, config, memory_bytes, num_adapter_parameters)
+                else max_chunk_tokens(
+                    shape, config, memory_bytes, num_adapter_parameters, _measured(profile, config).bytes_per_token
+                )
             )
             if capacity:
                 usable.append(_candidate(profile, config, capacity))
@@ -164,12 +166,18 @@ def _why_not(shape: ModelShape, profile: Profile, cluster: ClusterConfig, config
 
 def _candidate(profile: Profile, config: ParallelConfig, capacity: int) -> Candidate:
     cost = profile.layer_cost_by_tp[config.tp]
-    layers_per_stage = profile.num_layers // config.pp
+    measured = _measured(profile, config)
+    num_layers = profile.num_layers // config.pp * measured.stage_factor
     boundary = profile.boundary_seconds_per_token if config.pp > 1 else 0.0
     return Candidate(
         config=config,
         max_chunk_tokens=capacity,
-        fixed_seconds=cost.fixed_seconds * layers_per_stage,
-        seconds_per_token=cost.seconds_per_token * layers_per_stage + boundary,
-        seconds_per_token2=cost.seconds_per_token2 * layers_per_stage,
+        fixed_seconds=cost.fixed_seconds * num_layers,
+        seconds_per_token=cost.seconds_per_token * num_layers + boundary,
+        seconds_per_token2=cost.seconds_per_token2 * num_layers,
+        step_overhead_seconds=measured.step_overhead_seconds,
     )
+
+
+def _measured(profile: Profile, config: ParallelConfig) -> MeasuredConfig:
+    return profile.measured.get(config, MeasuredConfig())

@@ -1,6 +1,6 @@
 """What one layer of a base model costs on some hardware, and the profile that says so for every configuration."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from planning.types import ParallelConfig
 
@@ -12,6 +12,19 @@ class LayerCost:
     fixed_seconds: float
     seconds_per_token: float
     seconds_per_token2: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredConfig:
+    """What was measured of one configuration beside its layers' cost; the defaults stand for what was not.
+
+    `stage_factor` = seconds of a chunk on one stage / (layers of the stage x their cost). `step_overhead_seconds` is
+    what a step takes beside forward and backward. `bytes_per_token` is the peak of a GPU above what it holds at rest.
+    """
+
+    stage_factor: float = 1.0
+    step_overhead_seconds: float = 0.0
+    bytes_per_token: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +43,4 @@ class Profile:
     max_chunk_tokens: dict[ParallelConfig, int] | None = None
     boundary_seconds_per_token: float = 0.0
     caveat: str = ""
+    measured: dict[ParallelConfig, MeasuredConfig] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """Memory of a replica, per GPU (DESIGN.md, "Memory of a replica"): how large may a chunk be?
 
-    0.9 * memory >= weights + adapters + tokens * (activation bytes + logit bytes)
+    0.9 * memory >= weights + adapters + tokens * max(activation bytes + logit bytes, measured bytes)
 
 Activation bytes per token and layer, without recomputation and with flash attention (no attention matrix), after
 Korthikanti et al. 2022, section 4, adapted to gated MLPs and grouped queries; B = bytes per parameter:
@@ -11,14 +11,17 @@ Not split by tp: inputs and outputs of both norms. Split: q, k, v and attention 
 their product. Adapters are float32, so for a model of another number format the projections' inputs are also kept in
 float32: 4 * (2 * hidden + (heads * head_dim + ffn) / tp) more. Under the 1F1B schedule the first stage keeps up to pp
 chunks of layers/pp layers each, so the number of layers whose activations are alive is num_layers for every pp.
-Approximations: the heaviest stage is taken to hold both embedding and logits; every adapter matrix counts as split
-over tp * pp; LoRA's own activations (rank values per token) and flash attention's statistics fall under the reserve.
+Logits count four times in float32: themselves, the probabilities that the loss keeps, its gradient before and after
+the loss weights; all activations are alive then. Approximations: the heaviest stage is taken to hold both embedding and
+logits; every adapter matrix counts as split over tp * pp; LoRA's own activations (rank values per token) and flash
+attention's statistics fall under the reserve.
 """
 
 from planning.types import ModelShape, ParallelConfig
 
 USABLE_FRACTION = 0.9
 FLOAT32_BYTES = 4
+LOGIT_BYTES = 4 * FLOAT32_BYTES
 ADAPTER_BYTES = 4 * FLOAT32_BYTES  # weight, gradient and two AdamW moments
 
 
@@ -27,19 +30,22 @@ def max_chunk_tokens(
     config: ParallelConfig,
     memory_bytes: int,
     num_adapter_parameters: int,
+    measured_bytes_per_token: float = 0.0,
     sequence_parallel: bool = False,
 ) -> int:
     """Tokens of the largest chunk that fits on each GPU of a <tp,pp> replica; 0 when the weights alone do not fit.
 
-    `num_adapter_parameters` counts all tenants' adapters over the whole model. With `sequence_parallel` the norms'
-    activations are split by tp too (the fleet of this project does not split them).
+    `num_adapter_parameters` counts all tenants' adapters over the whole model. A measured peak per token counts where
+    it is above the modelled one. With `sequence_parallel` the norms' activations are split by tp too (the fleet of this
+    project does not split them).
     """
     free_bytes = (
         USABLE_FRACTION * memory_bytes
         - _weight_bytes(shape, config)
         - ADAPTER_BYTES * num_adapter_parameters / config.num_gpus
     )
-    return max(0, int(free_bytes // _bytes_per_token(shape, config.tp, config.tp if sequence_parallel else 1)))
+    modelled = bytes_per_token(shape, config, sequence_parallel)
+    return max(0, int(free_bytes // max(modelled, measured_bytes_per_token)))
 
 
 def _weight_bytes(shape: ModelShape, config: ParallelConfig) -> float:
@@ -52,10 +58,13 @@ def _weight_bytes(shape: ModelShape, config: ParallelConfig) -> float:
     return shape.bytes_per_parameter * (layers + embeddings)
 
 
-def _bytes_per_token(shape: ModelShape, tp: int, norm_split: int) -> float:
+def bytes_per_token(shape: ModelShape, config: ParallelConfig, sequence_parallel: bool = False) -> float:
+    """Modelled peak of a GPU per token of a chunk, above what it holds at rest."""
+    tp = config.tp
+    norm_split = tp if sequence_parallel else 1
     split = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim + 4 * shape.ffn_size
     activation = shape.bytes_per_parameter * (4 * shape.hidden_size / norm_split + split / tp)
     if shape.bytes_per_parameter != FLOAT32_BYTES:
         inputs = 2 * shape.hidden_size / norm_split + (shape.num_heads * shape.head_dim + shape.ffn_size) / tp
         activation += FLOAT32_BYTES * inputs
-    return shape.num_layers * activation + FLOAT32_BYTES * shape.vocab_size / tp
+    return shape.num_layers * activation + LOGIT_BYTES * shape.vocab_size / tp

@@ -2,7 +2,9 @@
 
     milliseconds of a chunk on one layer, forward and backward = a + b * tokens + c * sum(length^2)
 
-A profile is a JSON file (`schema_version` 1). Shipped ones are presets. This module neither measures nor fits.
+A stage of a pipeline costs its layers times that, times a measured factor (embedding, logits and the passing on of
+activations). A profile is a JSON file (`schema_version` 1). Shipped ones are presets. This module neither measures
+nor fits.
 """
 
 from importlib import resources
@@ -14,11 +16,11 @@ from pydantic import Field, ValidationError
 from planning.analytic import analytic_presets, analytic_profile
 from planning.config import PositiveInt, Section
 from planning.errors import ProfileError
-from planning.layer_cost import LayerCost, Profile
+from planning.layer_cost import LayerCost, MeasuredConfig, Profile
 from planning.types import ParallelConfig
 
 Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-__all__ = ["LayerCost", "Profile", "preset_names", "read_preset", "read_profile", "write_profile"]
+__all__ = ["LayerCost", "MeasuredConfig", "Profile", "preset_names", "read_preset", "read_profile", "write_profile"]
 
 NOT_PROFILES = {"lengths"}
 PRESET_FOLDER = resources.files("planning") / "presets"
@@ -36,6 +38,14 @@ class _LargestChunk(Section):
     tokens: PositiveInt
 
 
+class _Measured(Section):
+    tp: PositiveInt
+    pp: PositiveInt
+    stage_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    step_overhead_ms: Milliseconds
+    bytes_per_token: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
 class _ProfileFile(Section):
     schema_version: Literal[1]
     model: str = ""
@@ -47,6 +57,7 @@ class _ProfileFile(Section):
     num_layers: PositiveInt
     coefficients_by_tp: Annotated[dict[PositiveInt, _Coefficients], Field(min_length=1)]
     max_chunk_tokens: tuple[_LargestChunk, ...] | None = None
+    measured: tuple[_Measured, ...] | None = None
 
 
 def read_profile(path: Path) -> Profile:
@@ -100,6 +111,12 @@ def _parse(text: str, name: str, where: str) -> Profile:
         max_chunk_tokens=_largest_chunks(file, where),
         boundary_seconds_per_token=file.boundary_ms_per_token / 1e3,
         caveat=file.caveat,
+        measured={
+            ParallelConfig(entry.tp, entry.pp): MeasuredConfig(
+                entry.stage_factor, entry.step_overhead_ms / 1e3, entry.bytes_per_token
+            )
+            for entry in file.measured or ()
+        },
     )
 
 
@@ -135,5 +152,16 @@ def write_profile(profile: Profile, path: Path) -> None:
             for tp, cost in profile.layer_cost_by_tp.items()
         },
         max_chunk_tokens=largest and tuple(_LargestChunk(tp=c.tp, pp=c.pp, tokens=t) for c, t in largest.items()),
+        measured=tuple(
+            _Measured(
+                tp=config.tp,
+                pp=config.pp,
+                stage_factor=entry.stage_factor,
+                step_overhead_ms=entry.step_overhead_seconds * 1e3,
+                bytes_per_token=entry.bytes_per_token,
+            )
+            for config, entry in profile.measured.items()
+        )
+        or None,
     )
     path.write_text(file.model_dump_json(indent=1, exclude_none=True) + "\n", encoding="utf-8")

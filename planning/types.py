@@ -47,7 +47,8 @@ class Candidate:
 
     Seconds of one chunk on one pipeline stage, forward and backward:
     `fixed_seconds + seconds_per_token * tokens + seconds_per_token2 * sum(length^2)`, tokens and lengths as computed
-    (after padding). `max_chunk_tokens` is the largest chunk that fits in memory.
+    (after padding). `max_chunk_tokens` is the largest chunk that fits in memory, `step_overhead_seconds` what a step
+    takes beside forward and backward (0 where nobody measured it).
     """
 
     config: ParallelConfig
@@ -55,6 +56,7 @@ class Candidate:
     fixed_seconds: float
     seconds_per_token: float
     seconds_per_token2: float
+    step_overhead_seconds: float = 0.0
 
     def chunk_seconds(self, num_sequences: int, padded_tokens: int) -> float:
         """Seconds of a padded chunk of `num_sequences` sequences of `padded_tokens` tokens each, on one stage."""

@@ -19,6 +19,7 @@ from planning.strategies import Phase, strategy_phases
 from planning.workload import TenantWorkload, Workload
 from training.base_model import BaseModel
 from training.config import BaseModelConfig, TenantConfig
+from training.profile_store import read_stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,7 @@ def load_profile(config: ProfileConfig, stored: Path) -> Profile:
                 raise InputError(f"profile.preset is missing; choose one of {', '.join(preset_names())}")
             return read_preset(config.preset)
         case ProfileSource.MEASURE:
-            if not stored.exists():
-                raise InputError(
-                    f"profile.source is 'measure', but no measured profile of this model is stored at {stored}; "
-                    "measure one, or set profile.source: file or preset"
-                )
-            return read_profile(stored)
+            return read_stored(stored)
 
 
 def propose(request: DeploymentRequest, profile: Profile) -> Candidates:

@@ -34,6 +34,7 @@ from training.fleet_spec import (
     report_key,
     saved_key,
 )
+from training.probe import Probe
 from training.processes import connect_store
 
 LOOPBACK = "127.0.0.1"
@@ -139,6 +140,11 @@ class Fleet:
         store.delete_key(saved_key(folder.name))
         if "error" in answer:
             raise CheckpointError(f"cannot write checkpoint {folder}: {answer['error']}; free disk space and run again")
+
+    def profile(self, probe: Probe) -> list[dict]:
+        """Have all replicas time the same chunks; reports of all ranks, in rank order."""
+        self._send({"kind": "profile", "probe": probe.model_dump(mode="json")})
+        return self._collect(self._number, self.spec.step_timeout_seconds, "profile")
 
     def stop(self) -> None:
         """End all processes: ask the ranks when they are idle, kill the agent (and with it the ranks) otherwise."""

@@ -21,6 +21,7 @@ def step_record(planned: PlannedStep, reports: Sequence[dict], planner: StepPlan
     for report in reports:
         busy_seconds[report["replica"]] = max(busy_seconds[report["replica"]], report["busy_seconds"])
     predicted = [replica_seconds(candidates[replica.config], chunks[replica.index]) for replica in replicas]
+    overhead_seconds = max(candidates[replica.config].step_overhead_seconds for replica in replicas)
     shares = tenant_shares(chunks, replicas, candidates)
     sequences = [sequence for group in chunks for chunk in group for sequence in chunk.sequences]
     updates = reports[0]["updates"]
@@ -44,7 +45,7 @@ def step_record(planned: PlannedStep, reports: Sequence[dict], planner: StepPlan
         "tenants": tenants,
         "gpu_seconds": gpu_seconds,
         "measured_seconds": gpu_seconds / planner.plan.num_gpus,
-        "predicted_seconds": max(predicted),
+        "predicted_seconds": max(predicted) + overhead_seconds,
         "lower_bound_seconds": planned.lower_bound_seconds,
         "replica_seconds": busy_seconds,
         "predicted_replica_seconds": predicted,

@@ -1,8 +1,8 @@
 """One rank of the fleet: builds its stage, then carries out the controller's commands in order.
 
 Commands are `train` (one step plan: forward, backward, sync, update, report), `save` (snapshot for a checkpoint, see
-`saving`) and `stop`. Every rank answers every command with one report. A rank that fails reports why and exits; the
-agent then ends the others.
+`saving`), `profile` (time one probe) and `stop`. Every rank answers every command with one report. A rank that fails
+reports why and exits; the agent then ends the others.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ from training.gradient_sync import GradientSync
 from training.layout import FleetLayout, Stage
 from training.megatron_model import ReplicaModel, create_replica_groups
 from training.optimiser import JointOptimiser, TenantOptimiser
+from training.probe import Probe, run_probe
 from training.processes import connect_store
 from training.saving import BackgroundSaver
 
@@ -112,6 +113,8 @@ class Worker:
                 return self.train(StepPlan.from_json(command["plan"]))
             case "save":
                 return self.save(Path(command["folder"]))
+            case "profile":
+                return run_probe(self, Probe.model_validate(command["probe"]))
             case "stop":
                 self.saver.close()
                 return {}

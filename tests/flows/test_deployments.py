@@ -32,6 +32,7 @@ def deployments() -> dict[str, dict]:
 def test_deployments_start_from_the_demo_run_file() -> None:
     demo = yaml.safe_load((REPOSITORY / "infra/runs/demo.yaml").read_text())
     assert deployments()["finetune"]["parameters"]["run"] == demo
+    assert deployments()["profile"]["parameters"] == {"run": demo, "force": True}
     nightly = RunConfig.model_validate(deployments()["nightly"]["parameters"]["run"])
     assert nightly.training.allows_failures
     assert nightly.tenants == RunConfig.model_validate(demo).tenants

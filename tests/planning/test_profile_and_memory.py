@@ -7,7 +7,15 @@ import pytest
 
 from planning.errors import InputError, ProfileError
 from planning.memory import max_chunk_tokens
-from planning.profile import preset_names, read_preset, read_profile
+from planning.profile import (
+    LayerCost,
+    MeasuredConfig,
+    Profile,
+    preset_names,
+    read_preset,
+    read_profile,
+    write_profile,
+)
 from planning.types import ModelShape, ParallelConfig
 
 GIB = 2**30
@@ -31,6 +39,13 @@ def test_coefficients_are_turned_into_seconds(tmp_path: Path) -> None:
     assert (profile.name, profile.num_layers, profile.max_chunk_tokens) == ("mine", 2, {ParallelConfig(1, 1): 64})
     cost = profile.layer_cost_by_tp[1]
     assert (cost.fixed_seconds, cost.seconds_per_token, cost.seconds_per_token2) == (2e-3, 5e-4, 2.5e-4)
+
+
+def test_what_was_measured_of_a_configuration_is_written_and_read_back(tmp_path: Path) -> None:
+    measured = {ParallelConfig(1, 2): MeasuredConfig(1.25, 0.004, 512.0)}
+    profile = Profile("mine", "made up", 2, {1: LayerCost(2e-3, 5e-4, 2.5e-4)}, measured=measured)
+    write_profile(profile, tmp_path / "mine.json")
+    assert read_profile(tmp_path / "mine.json") == profile
 
 
 def test_a_profile_without_memory_table_leaves_memory_to_the_model(tmp_path: Path) -> None:
@@ -86,11 +101,13 @@ def test_every_preset_reads_and_an_unknown_one_names_them() -> None:
 def test_memory_of_a_hand_sized_model() -> None:
     # 2 layers, hidden 4, mlp 8, 2 heads and 1 kv head of 2, vocabulary 10, float32, <1,1>:
     # weights 4 * (2 * ((2*2 + 2*1)*2*4 + 3*4*8 + 2*4) + 2*10*4) = 4 * (2*152 + 80) = 1536 bytes; adapters 16 * 25 = 400
-    # per token 2 * 4 * (4*4 + (2*2 + 2*1)*2 + 4*8) + 4*10 = 480 + 40 = 520 bytes
+    # per token 2 * 4 * (4*4 + (2*2 + 2*1)*2 + 4*8) + 4 * 4*10 = 480 + 160 = 640 bytes
     shape = ModelShape(2, 4, 8, 2, 1, 2, 10)
-    room = 1536 + 400 + 3 * 520
+    room = 1536 + 400 + 3 * 640
     assert max_chunk_tokens(shape, ParallelConfig(1, 1), int(room / 0.9) + 1, 25) == 3
     assert max_chunk_tokens(shape, ParallelConfig(1, 1), int(room / 0.9) - 1, 25) == 2
+    assert max_chunk_tokens(shape, ParallelConfig(1, 1), int(room / 0.9) + 1, 25, 900.0) == 2  # a higher measured peak
+    assert max_chunk_tokens(shape, ParallelConfig(1, 1), int(room / 0.9) + 1, 25, 300.0) == 3  # a lower one
 
 
 def test_nothing_fits_where_the_weights_do_not(llama_7b: ModelShape) -> None:

@@ -1,0 +1,207 @@
+"""Measures the cost of every parallel configuration with the real fleet on this hardware.
+
+For each <tp,pp> that model and cluster allow, as many copies as fit on the reserved ranks train at the same time, on
+chunks of random tokens through the run's own adapters. One pass warms up and measures memory; the others time all
+chunks in an order of their own, so that noise spreads, and the median counts. Seconds per stage: a flush of m chunks
+through pp stages takes (m + pp - 1) of them (paper, appendix D, Eq. 12).
+
+Measured: seconds of chunks, overhead of a step, peak bytes of activations. Modelled: bytes of weights, adapters and
+optimiser (planning.memory). Not covered: one layer extrapolated to a model that does not fit.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from planning.candidates import Candidates, propose_candidates
+from planning.config import Batching, ClusterConfig, PlannerConfig
+from planning.memory import bytes_per_token
+from planning.profile import LayerCost, MeasuredConfig, Profile
+from planning.types import Candidate, ModelShape, ParallelConfig, ReplicaGroup, replicas_of
+from training.base_model import BaseModel
+from training.config import BaseModelConfig, TenantConfig
+from training.fleet import Fleet, FleetError
+from training.fleet_spec import FleetSpec
+from training.probe import Probe
+from training.profile_fit import ChunkTiming, MeasuredProfile, fit_cost
+
+NUM_LENGTHS = 4
+LENGTH_RATIO = 4  # between neighbouring lengths of the grid
+SHORTEST_TOKENS = 16
+NUM_PACKED = 3
+REPETITIONS = 5
+MIN_CHUNKS = 4  # per flush, so that tenants take turns also where a chunk holds one sequence
+NEGLIGIBLE_LEARNING_RATE = 1e-12  # updates are timed, but must not drive the adapters to NaN on random tokens
+LAUNCH_TIMEOUT_SECONDS = 600.0
+PROBE_TIMEOUT_SECONDS = 1800.0
+
+Progress = Callable[[int, int, ParallelConfig], None]
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """What to measure: the model with these tenants' adapters on this cluster, up to the longest sequence."""
+
+    base: BaseModel
+    base_model: BaseModelConfig
+    tenants: tuple[TenantConfig, ...]
+    cluster: ClusterConfig
+    planner: PlannerConfig
+    longest_tokens: int
+    log_dir: Path
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.base.shape(self.base_model.dtype)
+
+    @property
+    def sequences_per_step(self) -> int:
+        return sum(tenant.batch_size for tenant in self.tenants)
+
+
+def measurable(request: ProfileRequest) -> Candidates:
+    """What model, memory model and cluster allow: planning's own checks, under a profile that knows every tp."""
+    cost = dict.fromkeys(range(1, request.cluster.num_gpus + 1), LayerCost(1.0, 1.0, 1.0))
+    anything = Profile("any", "not measured", request.base.num_layers, cost)
+    adapters = [tenant.adapter for tenant in request.tenants]
+    num_adapter_parameters = sum(request.base.num_adapter_parameters(a.rank, a.target_modules) for a in adapters)
+    return propose_candidates(request.shape, anything, request.cluster, request.planner, num_adapter_parameters)
+
+
+def is_complete(request: ProfileRequest, profile: Profile) -> bool:
+    """Whether every configuration that the request would measure was measured for the profile."""
+    return all(candidate.config in profile.measured for candidate in measurable(request).usable)
+
+
+def measure_profile(
+    request: ProfileRequest, progress: Progress = lambda _done, _total, _config: None
+) -> MeasuredProfile:
+    """Measure all configurations, one after the other. Raises FleetError naming the configuration that failed.
+
+    `progress` is told how many of how many configurations are done, and which comes next (or was the last).
+    """
+    candidates = measurable(request).usable
+    timings: list[ChunkTiming] = []
+    overhead_seconds: dict[ParallelConfig, float] = {}
+    for number, candidate in enumerate(candidates):
+        progress(number, len(candidates), candidate.config)
+        measured, overhead_seconds[candidate.config] = measure_config(request, candidate)
+        timings += measured
+    progress(len(candidates), len(candidates), candidates[-1].config)
+    fit = fit_cost(timings, request.base.num_layers)
+    profile = Profile(
+        name=request.base.folder.name,
+        source=f"measured with {len(timings)} chunks; error of the fit: mean {fit.mean_error:.1%}, largest "
+        f"{fit.max_error:.1%} at {fit.worst}",
+        num_layers=request.base.num_layers,
+        layer_cost_by_tp=fit.layer_cost_by_tp,
+        measured={
+            config: MeasuredConfig(factor, overhead_seconds[config], _peak_bytes_per_token(timings, config))
+            for config, factor in fit.stage_factors.items()
+        },
+    )
+    modelled = {candidate.config: bytes_per_token(request.shape, candidate.config) for candidate in candidates}
+    return MeasuredProfile(profile, fit, modelled)
+
+
+def measure_config(request: ProfileRequest, candidate: Candidate) -> tuple[list[ChunkTiming], float]:
+    """Timings of one configuration's grid, and the median overhead seconds of a step."""
+    config = candidate.config
+    num_slots = _num_chunks(config) + config.pp - 1
+    probes = probe_grid(config, candidate.max_chunk_tokens, request.longest_tokens, request.sequences_per_step)
+    seconds: dict[Probe, list[float]] = {probe: [] for probe in probes}
+    overheads: list[float] = []
+    order = random.Random(0)
+    try:
+        with Fleet(_spec(request, config), generation=1) as fleet:
+            fleet.launch(LAUNCH_TIMEOUT_SECONDS)
+            peaks = {probe: _peak_bytes(fleet, probe) for probe in probes}
+            for repetition in range(REPETITIONS):
+                for probe in order.sample(probes, len(probes)):
+                    start = time.perf_counter()
+                    reports = fleet.profile(probe.model_copy(update={"first_tenant": repetition}))
+                    wall_seconds = time.perf_counter() - start
+                    busy = _busy_by_replica(reports)
+                    seconds[probe].append(statistics.mean(busy) / num_slots)
+                    overheads.append(wall_seconds - max(busy))
+    except FleetError as error:
+        raise FleetError(f"profiling {config}: {error}") from error
+    timings = [
+        ChunkTiming(config, p.num_sequences, p.length, p.batching, statistics.median(seconds[p]), peaks[p])
+        for p in probes
+    ]
+    return timings, statistics.median(overheads)
+
+
+def probe_grid(
+    config: ParallelConfig, max_chunk_tokens: int, longest_tokens: int, sequences_per_step: int
+) -> list[Probe]:
+    """Lengths down from the longest by a constant ratio; per length one sequence, a full chunk, and between them.
+
+    A full chunk holds what memory allows, but no more sequences than a step has.
+    The largest chunks of several sequences are also measured packed.
+    """
+    longest = min(longest_tokens, max_chunk_tokens)
+    lengths = sorted({max(min(SHORTEST_TOKENS, longest), longest // LENGTH_RATIO**n) for n in range(NUM_LENGTHS)})
+    shapes = []
+    for length in lengths:
+        largest = min(max_chunk_tokens // length, sequences_per_step)
+        shapes += [(num_sequences, length) for num_sequences in sorted({1, round(largest**0.5), largest})]
+    several = sorted((shape for shape in shapes if shape[0] > 1), key=lambda shape: -shape[0] * shape[1])[:NUM_PACKED]
+    return [
+        Probe(num_sequences=num_sequences, length=length, batching=batching, num_chunks=_num_chunks(config))
+        for batching, chosen in ((Batching.PADDED, shapes), (Batching.PACKED, several))
+        for num_sequences, length in chosen
+    ]
+
+
+def _num_chunks(config: ParallelConfig) -> int:
+    return max(MIN_CHUNKS, 2 * config.pp)
+
+
+def _spec(request: ProfileRequest, config: ParallelConfig) -> FleetSpec:
+    """As many copies as fit. Tenants by falling adapter size: the memory pass begins with the largest."""
+    copies = ReplicaGroup(config, request.cluster.num_gpus // config.num_gpus)
+
+    def size(tenant: TenantConfig) -> int:
+        return request.base.num_adapter_parameters(tenant.adapter.rank, tenant.adapter.target_modules)
+
+    tenants = tuple(
+        tenant.model_copy(
+            update={"optimiser": tenant.optimiser.model_copy(update={"learning_rate": NEGLIGIBLE_LEARNING_RATE})}
+        )
+        for tenant in sorted(request.tenants, key=size, reverse=True)
+    )
+    return FleetSpec(
+        replicas=replicas_of((copies,)),
+        base_model=request.base_model,
+        tenants=tenants,
+        token_paths={},
+        checkpoint=None,
+        num_updates={tenant.name: 0 for tenant in tenants},
+        backend=request.cluster.backend,
+        step_timeout_seconds=PROBE_TIMEOUT_SECONDS,
+        log_dir=request.log_dir / f"tp{config.tp}-pp{config.pp}",
+    )
+
+
+def _peak_bytes(fleet: Fleet, probe: Probe) -> int:
+    reports = fleet.profile(probe.model_copy(update={"measures_memory": True}))
+    return max(report["peak_bytes"] for report in reports)
+
+
+def _busy_by_replica(reports: Sequence[dict]) -> list[float]:
+    busy: dict[int, float] = {}
+    for report in reports:
+        busy[report["replica"]] = max(busy.get(report["replica"], 0.0), report["busy_seconds"])
+    return list(busy.values())
+
+
+def _peak_bytes_per_token(timings: Sequence[ChunkTiming], config: ParallelConfig) -> float:
+    """The worst of the chunks of at least half the largest one's tokens; constants weigh too much in smaller ones."""
+    own = [timing for timing in timings if timing.config == config]
+    largest = max(timing.num_tokens for timing in own)
+    return max(timing.peak_bytes / timing.num_tokens for timing in own if 2 * timing.num_tokens >= largest)
