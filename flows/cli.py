@@ -108,7 +108,8 @@ def simulate(
     if as_json:
         typer.echo(json.dumps(result.content, indent=2))
         return
-    console.print(result.to_table())
+    for table in result.to_tables():
+        console.print(table)
 
 
 @app.command()

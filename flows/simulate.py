@@ -33,6 +33,16 @@ from planning.types import ParallelConfig, ReplicaGroup
 from planning.workload import Workload
 from training.deployment import load_profile
 
+HEADINGS = {
+    "gpu_seconds_per_step": "GPU s/step",
+    "reduction": "reduction %",
+    "reduction_against_packed": "vs packed %",
+    "padding_ratio": "padding",
+    "bound_gpu_seconds_per_step": "bound",
+    "num_gpus": "GPUs",
+    "num_tenants": "tenants",
+}
+
 
 class Experiment(StrEnum):
     """What a run file compares; the paper's section in brackets."""
@@ -111,14 +121,20 @@ class SimulationResult:
         lines += [f"| {' | '.join(_shown(row[key]) for key in keys)} |" for row in self.rows]
         return "\n".join([title, "", subtitle, "", *lines, ""])
 
-    def to_table(self) -> Table:
-        """For the terminal."""
-        keys = list(self.rows[0])
+    def to_tables(self) -> list[Table]:
+        """For the terminal: the numbers, then the plans they belong to, which are long."""
         caveat = f", {self.content['caveat']}" if self.content["caveat"] else ""
-        table = Table(*keys, title=f"{self.content['name']} (simulated{caveat})")
-        for row in self.rows:
-            table.add_row(*(_shown(row[key]) for key in keys))
-        return table
+        long_keys = [key for key in ("plan", "joint_plan") if key in self.rows[0]]
+        keys = [key for key in self.rows[0] if key not in long_keys and self._varies(key)]
+        headings = [HEADINGS.get(key, key) for key in keys]
+        numbers, plans = Table("#", *headings, title=f"{self.content['name']} (simulated{caveat})"), Table("#", "plan")
+        for number, row in enumerate(self.rows, 1):
+            numbers.add_row(str(number), *(_shown(row[key]) for key in keys))
+            plans.add_row(str(number), *(row[key] for key in long_keys))
+        return [numbers, plans]
+
+    def _varies(self, key: str) -> bool:
+        return key not in ("num_gpus", "num_tenants") or len({row[key] for row in self.rows}) > 1
 
     def write(self, folder: Path) -> None:
         """NAME.json and NAME.md in `folder`."""

@@ -81,7 +81,8 @@ def _bars(content: Mapping[str, Any]) -> Figure:
     axes.grid(False)
     axes.set_xlim(0, 1.3 * max(row["gpu_seconds_per_step"] for row in rows))
     for position, row in zip(positions, rows, strict=True):
-        note = f"  {short_number(row['gpu_seconds_per_step'])}   {-row['reduction']:+.1f} %"
+        change = f"{-row['reduction']:+.1f} %" if row is not rows[0] else "the baseline"
+        note = f"  {short_number(row['gpu_seconds_per_step'])}   {change}"
         axes.text(row["gpu_seconds_per_step"], position, note, va="center", fontsize=8.5, color=INK)
     for name, colour in BATCHING_COLOURS.items():
         axes.barh([0], [0], color=colour, label=name)

@@ -61,9 +61,8 @@ def what_if_to_dict(answer: WhatIf) -> dict[str, Any]:
 def what_if_table(answer: WhatIf) -> Table:
     """One line per number of GPUs."""
     caveat = f" ({answer.plans[0].caveat})" if answer.plans[0].caveat else ""
-    table = Table(
-        "GPUs", "plan", "step (s)", "gap", "GPU seconds per step", title=f"What if{caveat}", caption=answer.reason
-    )
+    columns = ("GPUs", "plan", "step (s)", "gap", "GPU seconds per step")
+    table = Table(*columns, title=f"What if{caveat}", caption=answer.reason)
     for plan in answer.plans:
         cost = f"{plan.num_gpus * plan.predicted_step_seconds:.4g}"
         step = f"{plan.predicted_step_seconds:.4g}"

@@ -24,6 +24,7 @@ from planning.simulation import (
 from planning.types import DeploymentPlan, ReplicaGroup, plan_name
 from planning.workload import TenantWorkload, Workload
 
+SHOWN_ORDER = (Strategy.TASK_FUSED, Strategy.TASK_SEQUENTIAL, Strategy.LOBRA_SEQUENTIAL, Strategy.LOBRA)
 FUSED_AND_LOBRA = tuple(
     Variant(strategy, batching) for strategy in (Strategy.TASK_FUSED, Strategy.LOBRA) for batching in Batching
 )
@@ -54,7 +55,8 @@ def compare(
     strategies: Sequence[Strategy], scenario: Scenario, groups: tuple[ReplicaGroup, ...], num_steps: int
 ) -> list[ComparedRow]:
     """Every variant of the strategies, with both baselines as the first rows."""
-    variants = [variant for strategy in strategies for variant in variants_of(strategy, groups)]
+    ordered = sorted(set(strategies), key=SHOWN_ORDER.index)
+    variants = [variant for strategy in ordered for variant in variants_of(strategy, groups)]
     return _compared(variants, scenario, num_steps)
 
 
