@@ -34,10 +34,10 @@ from planning.workload import Workload
 from training.deployment import load_profile
 
 HEADINGS = {
-    "gpu_seconds_per_step": "GPU s/step",
-    "reduction": "reduction %",
+    "gpu_seconds_per_step": "GPU s",
+    "reduction": "saved %",
     "reduction_against_packed": "vs packed %",
-    "padding_ratio": "padding",
+    "padding_ratio": "pad",
     "bound_gpu_seconds_per_step": "bound",
     "num_gpus": "GPUs",
     "num_tenants": "tenants",

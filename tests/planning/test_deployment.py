@@ -202,7 +202,7 @@ def test_the_plan_is_close_to_the_best_of_all_deployments(
 
 def test_more_gpus_are_never_worse(small_candidates: Candidates, planner: PlannerConfig) -> None:
     workload = Workload((tenant("a", {3: 5, 7: 3, 15: 1}, 24), tenant("b", {20: 2, 40: 1}, 4)))
-    plans = [plan_deployment(workload, small_candidates, num_gpus, planner) for num_gpus in range(4, 17)]
+    plans = [plan_deployment(workload, small_candidates, num_gpus, planner) for num_gpus in range(4, 17, 2)]
     seconds = [plan.predicted_step_seconds for plan in plans]
     bounds = [plan.lower_bound_seconds for plan in plans]
     assert bounds == sorted(bounds, reverse=True)
