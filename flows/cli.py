@@ -59,24 +59,59 @@ def run(
 
 
 @app.command()
-def plan(run_file: RunFile, as_json: AsJson = False) -> None:
+def plan(
+    run_file: RunFile,
+    as_json: AsJson = False,
+    num_gpus: Annotated[int | None, typer.Option(min=1, help="What if there were so many GPUs? With a curve")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Draw the curve of --num-gpus into this PNG file")] = None,
+) -> None:
     """Show the deployment plan, its bound and gap, and what it would cost per tenant. Trains nothing."""
-    from flows.config import read_run_file
-    from flows.preview import preview
     from flows.report import plan_tables
-    from flows.validation import check_run
+    from flows.what_if import planned, what_if, what_if_table, what_if_to_dict
     from planning.phase_file import phases_to_dict
     from planning.plan_file import plan_to_dict
 
-    config = read_run_file(run_file)
-    phases = preview(config, check_run(config, run_file)).plan()
-    if as_json:
+    if num_gpus is None:
+        phases = planned(run_file)
         content = plan_to_dict(phases[0].plan) if len(phases) == 1 else phases_to_dict(phases)
+        tables = [table for phase in phases for table in plan_tables(phase.plan)]
+    else:
+        answer = what_if(run_file, num_gpus)
+        content, tables = what_if_to_dict(answer), [*plan_tables(answer.plans[-1]), what_if_table(answer)]
+        if figure is not None:
+            from flows.simulation_figures import draw_what_if
+
+            draw_what_if(run_file.stem, answer, figure)
+    if as_json:
         typer.echo(json.dumps(content, indent=2))
         return
-    for phase in phases:
-        for table in plan_tables(phase.plan):
-            console.print(table)
+    for table in tables:
+        console.print(table)
+
+
+@app.command()
+def simulate(
+    run_file: RunFile,
+    as_json: AsJson = False,
+    strategies: Annotated[str, typer.Option(help="Strategies to compare, separated by commas; default: all")] = "",
+    steps: Annotated[int | None, typer.Option(min=1, help="Simulated steps; default: the run file's")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for NAME.json, NAME.md and NAME.png")] = None,
+) -> None:
+    """Simulate strategies, ablations or sweeps on a run file of length models. Trains and measures nothing."""
+    from flows.simulate import chosen_strategies, read_simulation_file, run_simulation
+
+    config = read_simulation_file(run_file)
+    result = run_simulation(config, chosen_strategies(strategies), steps or config.simulation.steps)
+    if out is not None:
+        from flows.simulation_figures import draw_simulation
+
+        result.write(out)
+        draw_simulation(result.content, out / f"{config.name}.png")
+    if as_json:
+        typer.echo(json.dumps(result.content, indent=2))
+        return
+    for table in result.to_tables():
+        console.print(table)
 
 
 @app.command()

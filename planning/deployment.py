@@ -16,7 +16,7 @@ from planning.candidates import Candidates
 from planning.config import Batching, BucketRule, PlannerConfig
 from planning.deployment_bound import makespan_bound
 from planning.deployment_search import ExpectedPlan, PlanSearch
-from planning.dispatch import NUM_CLASSES
+from planning.dispatch import MAX_KICKED, NUM_CLASSES
 from planning.errors import PlanInfeasibleError
 from planning.plan_ranking import PlanRace, Trial, sample_batches
 from planning.shares import cost_table
@@ -25,6 +25,7 @@ from planning.types import Candidate, DeploymentPlan, PlanAlternative, ReplicaGr
 from planning.workload import Workload
 
 NUM_RANKED = 8  # plans that the integer dispatcher runs
+NUM_RANKED_SMALL = 30  # where a step is a handful of sequences, whose grain the programs do not see
 NUM_NEIGHBOURS_RANKED = 24
 NUM_CLIMBS = 3
 
@@ -64,7 +65,8 @@ def plan_deployment(
         groups=winner.groups,
         num_gpus=num_gpus,
         predicted_step_seconds=winner.mean_seconds,
-        lower_bound_seconds=bound,
+        lower_bound_seconds=bound.seconds,
+        longest_alone_seconds=bound.longest_alone_seconds,
         solve_seconds=time.perf_counter() - start,
         tenant_gpu_seconds={tenant.name: part for tenant, part in zip(workload.tenants, shares, strict=True)},
         pruned=candidates.pruned,
@@ -90,7 +92,8 @@ def _climb(
     race: PlanRace, search: PlanSearch, usable: tuple[Candidate, ...], warm_start: tuple[ReplicaGroup, ...]
 ) -> Trial:
     """The winner of the proposals, then of its neighbours, as long as a neighbour wins."""
-    proposals = [_groups(plan, usable) for plan in search.promising()[:NUM_RANKED]]
+    num_ranked = NUM_RANKED if search.num_sequences > MAX_KICKED else NUM_RANKED_SMALL
+    proposals = [_groups(plan, usable) for plan in search.promising()[:num_ranked]]
     winner = race.run([*proposals, *([warm_start] if warm_start else [])])
     for _ in range(NUM_CLIMBS):
         neighbours = search.neighbours(_counts(winner.groups, usable))[:NUM_NEIGHBOURS_RANKED]

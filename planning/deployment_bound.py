@@ -45,15 +45,23 @@ class _Columns:
         return np.asarray(self.counts.mean(axis=0))
 
 
+@dataclass(frozen=True, slots=True)
+class MakespanBound:
+    """Seconds below which no plan's mean step can be, and those of its longest sequence, which no GPU shortens."""
+
+    seconds: float
+    longest_alone_seconds: float
+
+
 def makespan_bound(
     batches: Sequence[SampledBatch], candidates: tuple[Candidate, ...], num_gpus: int, winner: np.ndarray
-) -> float:
-    """Seconds; see the module's text. Every length must fit on some candidate of at most `num_gpus` GPUs.
+) -> MakespanBound:
+    """See the module's text. Every length must fit on some candidate of at most `num_gpus` GPUs.
 
     `winner` are the plan's replicas per candidate (I), whose prices say how much the batches' spread may take away.
     """
     columns = _columns(batches, candidates)
-    bound = _longest_alone(columns)
+    bound = longest_alone = _longest_alone(columns)
     groups = _group_starts(columns, np.array([candidate.max_chunk_tokens for candidate in candidates]))
     step_seconds = fractional_step(columns.table, columns.demand, num_gpus)
     for _ in range(MAX_PROGRAMS):
@@ -65,7 +73,7 @@ def makespan_bound(
         if abs(load - 1.0) < CONVERGED:
             break
         step_seconds *= load
-    return bound
+    return MakespanBound(bound, longest_alone)
 
 
 def _columns(batches: Sequence[SampledBatch], candidates: tuple[Candidate, ...]) -> _Columns:

@@ -17,6 +17,7 @@ CONVERGED = 2e-3
 MAX_PROGRAMS = 6
 NUM_NEIGHBOURS = 24  # of the best plan, in each round
 MAX_NEIGHBOUR_PROGRAMS = 100
+MAX_ENUMERATED = 2000  # plans, below which the search looks at all of them
 NUM_ROUNDS = 3
 
 
@@ -36,10 +37,17 @@ class PlanSearch:
         self._solver = SplitSolver()
         self._known: dict[tuple[int, ...], float] = {}
 
+    @property
+    def num_sequences(self) -> float:
+        """Sequences of the expected step."""
+        return float(self._costs.demand.sum())
+
     def promising(self) -> list[ExpectedPlan]:
         """The integer program's plans and the neighbours of the best, shortest expected step first."""
         for plan in _program_plans(self._costs.classes, self._costs.demand, self._num_gpus):
             self._step_seconds(tuple(plan.tolist()))
+        if (every := _all_plans(self._costs.classes.num_gpus, self._num_gpus)) is not None:
+            self._best_of(every, self._ordered(list(self._known))[0].step_seconds)
         expanded: set[tuple[int, ...]] = set()
         for _ in range(NUM_ROUNDS):
             best = self._ordered(list(self._known))[0].counts
@@ -50,15 +58,20 @@ class PlanSearch:
         return self._ordered(list(self._known))
 
     def neighbours(self, counts: tuple[int, ...]) -> list[ExpectedPlan]:
-        """The plans next to this one with the smallest loads, shortest expected step first.
+        """The plans next to this one with the smallest loads, shortest expected step first."""
+        plan, num_gpus_I = np.array(counts), self._costs.classes.num_gpus
+        plans = np.unique(np.concatenate(list(_neighbours(plan, num_gpus_I, self._num_gpus))), axis=0)
+        return self._best_of(plans, self._step_seconds(counts))
+
+    def _best_of(self, plans: np.ndarray, step_seconds: float) -> list[ExpectedPlan]:
+        """Those of the plans (rows) with the smallest loads at T = `step_seconds`.
 
         A replica of candidate i is worth z_i = max_j price_j / share_ij by the prices of any plan's program, and the
         load of every other plan p' is at least (the load of that one) / (p' z): so few programs find the smallest.
-        Plans on which some sequence alone takes longer than this plan's step come last.
+        Plans on which some sequence alone takes longer than T come last.
         """
-        costs, plan = self._costs, np.array(counts)
-        share, _ = shares(costs.classes, self._step_seconds(counts))
-        plans = np.unique(np.concatenate(list(_neighbours(plan, costs.classes.num_gpus, self._num_gpus))), axis=0)
+        costs = self._costs
+        share, _ = shares(costs.classes, step_seconds)
         holds_last = plans @ (costs.classes.capacity[:, -1] > 0) > 0
         serves = _serves_all(share, plans)
         slower = plans[holds_last & ~serves][: max(0, MAX_NEIGHBOUR_PROGRAMS - int(serves.sum()))]
@@ -98,6 +111,20 @@ def _program_plans(table: CostTable, demand_J: np.ndarray, num_gpus: int) -> lis
             break
         step_seconds = estimate
     return plans
+
+
+def _all_plans(num_gpus_I: np.ndarray, num_gpus: int) -> np.ndarray | None:
+    """Every plan of at most `num_gpus` GPUs to which no replica could be added; None where there are too many."""
+    plans: list[tuple[int, ...]] = [()]
+    for needed in num_gpus_I.tolist():
+        sizes = num_gpus_I[: len(plans[0])]
+        plans = [
+            (*plan, count) for plan in plans for count in range((num_gpus - int(np.dot(plan, sizes))) // needed + 1)
+        ]
+        if len(plans) > MAX_ENUMERATED:
+            return None
+    every = np.array(plans)
+    return np.asarray(every[num_gpus - every @ num_gpus_I < num_gpus_I.min()])
 
 
 def _serves_all(share: np.ndarray, plans: np.ndarray) -> np.ndarray:

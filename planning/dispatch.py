@@ -25,7 +25,7 @@ from planning.bucketing import buckets_from, choose_uppers
 from planning.config import Batching, PlannerConfig
 from planning.cost import chunk_seconds, replica_seconds
 from planning.errors import PlanInfeasibleError
-from planning.local_search import improve
+from planning.local_search import improve, kick
 from planning.packed_search import improve_packed
 from planning.packing import Order, PackedLoad, PackingTask, pack
 from planning.shares import cost_table, shares
@@ -35,6 +35,7 @@ from planning.types import Candidate, Chunk, DeploymentPlan, Dispatch, ParallelC
 GOOD_ENOUGH = 1e-4  # relative distance to the bound at which the local search stops
 PACKED_GOOD_ENOUGH = 0.004  # a search step on packed chunks costs more and gains less
 SECOND_TRY = 0.012  # relative distance to the bound above which packing tries another order
+MAX_KICKED = 24  # sequences of a step that is searched more thoroughly
 NUM_CLASSES = 24  # of packed sequences, in the linear program
 
 _by_length = attrgetter("num_tokens", "tenant", "row")
@@ -134,7 +135,10 @@ class Dispatcher:
         quotas_IJ = whole_quotas(shortest.split.part, batch.counts)
         _, chunk_IJ = shares(table, shortest.step_seconds)
         load = first_load(table, chunk_IJ, quotas_IJ, self._group_R)
-        improve(load, self._max_search_moves, shortest.lower_bound_seconds * (1 + GOOD_ENOUGH))
+        good_enough_seconds = shortest.lower_bound_seconds * (1 + GOOD_ENOUGH)
+        improve(load, self._max_search_moves, good_enough_seconds)
+        if self._max_search_moves and batch.counts.sum() <= MAX_KICKED:
+            kick(load, self._max_search_moves, good_enough_seconds)
         return load, shortest.lower_bound_seconds
 
     def pack(self, lengths: np.ndarray) -> tuple[PackedLoad, float]:

@@ -14,6 +14,8 @@ import numpy as np
 from planning.assignment import Load
 
 IMPROVEMENT = 1e-9  # relative; smaller gains are rounding
+NUM_KICKS = 15
+DRIFT = 0.01  # relative; a kicked load that is worse by more is taken back
 NUM_SWAP_PARTNERS = 8  # the replicas that finish first
 
 
@@ -36,6 +38,44 @@ def improve(load: Load, max_moves: int, good_enough_seconds: float) -> None:
         count = load.num_sequences[changed, bucket]
         stage[changed[:, 0]] = load.stage_seconds(changed, bucket, count).sum(axis=1)
         largest[changed[:, 0]] = load.largest_chunk_seconds(changed, bucket, count)
+
+
+def kick(load: Load, max_moves: int, good_enough_seconds: float) -> None:
+    """For small loads: random transfers, each improved again, from the last load not much worse; keeps the best.
+
+    A local optimum of a handful of sequences may be per cents above the best load, which matters when plans compete.
+    The transfers come from a fixed seed.
+    """
+    rng = np.random.default_rng(0)
+    best, best_seconds = load.num_sequences.copy(), float(load.replica_seconds().max())
+    current_seconds = best_seconds
+    for _ in range(NUM_KICKS):
+        if best_seconds <= good_enough_seconds:
+            break
+        before = load.num_sequences.copy()
+        for _ in range(int(rng.integers(1, 4))):
+            _transfer_at_random(load, rng)
+        improve(load, max_moves, good_enough_seconds)
+        seconds = float(load.replica_seconds().max())
+        if seconds < best_seconds * (1 - IMPROVEMENT):
+            best, best_seconds = load.num_sequences.copy(), seconds
+        if seconds <= current_seconds * (1 + DRIFT):
+            current_seconds = seconds
+        else:
+            load.num_sequences[:] = before
+    load.num_sequences[:] = best
+
+
+def _transfer_at_random(load: Load, rng: np.random.Generator) -> None:
+    slowest = int(load.replica_seconds().argmax())
+    giver = slowest if rng.random() < 0.5 else int(rng.integers(len(load.fixed)))
+    held = np.flatnonzero(load.num_sequences[giver])
+    if len(held):
+        bucket = int(rng.choice(held))
+        taker = int(rng.choice(np.flatnonzero(load.chunk[:, bucket] > 0)))
+        count = int(rng.integers(1, load.num_sequences[giver, bucket] + 1))
+        load.num_sequences[giver, bucket] -= count
+        load.num_sequences[taker, bucket] += count
 
 
 @dataclass(frozen=True, slots=True)

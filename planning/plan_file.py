@@ -42,6 +42,7 @@ class _PlanFile(Section):
     alternatives: tuple[_Alternative, ...]
     bucket_uppers: tuple[PositiveInt, ...] = ()
     caveat: str = ""
+    longest_alone_seconds: Seconds = 0.0
 
 
 def plan_to_dict(plan: DeploymentPlan) -> dict[str, Any]:
@@ -63,6 +64,7 @@ def plan_to_dict(plan: DeploymentPlan) -> dict[str, Any]:
         ],
         "bucket_uppers": list(plan.bucket_uppers),
         "caveat": plan.caveat,
+        "longest_alone_seconds": plan.longest_alone_seconds,
     }
 
 
@@ -90,6 +92,7 @@ def plan_from_dict(data: object) -> DeploymentPlan:
         ),
         bucket_uppers=file.bucket_uppers,
         caveat=file.caveat,
+        longest_alone_seconds=file.longest_alone_seconds,
     )
     if plan.num_used_gpus > plan.num_gpus:
         raise InputError(

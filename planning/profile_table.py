@@ -77,8 +77,8 @@ def fit_profile(
 ) -> tuple[Profile, tuple[FitReport, ...]]:
     """A profile of the configurations measured, and how well it fits each tensor-parallel degree.
 
-    The largest chunk of a configuration is what `USABLE_FRACTION` of `memory_bytes` per GPU holds by its memory line; with
-    a single size measured, that size. Raises ProfileError when the table is empty.
+    The largest chunk of a configuration is what `USABLE_FRACTION` of `memory_bytes` per GPU holds by its memory line;
+    with a single size measured, that size. Raises ProfileError when the table is empty.
     """
     if not rows:
         raise ProfileError("the profile table has no rows; measure at least one chunk per tensor-parallel degree")

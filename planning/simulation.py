@@ -135,12 +135,16 @@ def simulate(variant: Variant, scenario: Scenario, num_steps: int) -> SimulatedR
     )
 
 
-def cheapest_gpu_seconds(scenario: Scenario, max_pp: int | None = None) -> float:
-    """GPU seconds per step if each sequence ran on its cheapest configuration, without padding, perfectly balanced."""
+def cheapest_gpu_seconds(scenario: Scenario, max_pp: int | None = None) -> float | None:
+    """GPU seconds per step if each sequence ran on its cheapest configuration, without padding, perfectly balanced.
+
+    None where some sequence fits on no configuration of at most `max_pp` stages.
+    """
     usable = [c for c in scenario.candidates.usable if max_pp is None or c.config.pp <= max_pp]
     lengths, counts = scenario.workload.expected_counts()
     table = cost_table(usable, lengths, Batching.PACKED)
-    return float((table.num_gpus[:, None] * table.least_seconds).min(axis=0) @ counts)
+    gpu_seconds = float((table.num_gpus[:, None] * table.least_seconds).min(axis=0, initial=np.inf) @ counts)
+    return gpu_seconds if np.isfinite(gpu_seconds) else None
 
 
 def drawn_steps(workload: Workload, seed: int, num_steps: int) -> list[np.ndarray]:

@@ -128,7 +128,8 @@ class DeploymentPlan:
     `predicted_step_seconds` is the mean makespan of the integer dispatcher over sampled batches,
     `lower_bound_seconds` bounds the expected makespan of any plan, `gap` = predicted / bound - 1.
     `bucket_uppers` are the ends of fixed buckets, empty where every step chooses its own. `caveat` says where the
-    profile was not measured.
+    profile was not measured. `longest_alone_seconds` is the mean time of a step's longest sequence alone on the fastest
+    configuration: no number of GPUs makes a step shorter.
     """
 
     groups: tuple[ReplicaGroup, ...]
@@ -141,6 +142,7 @@ class DeploymentPlan:
     alternatives: tuple[PlanAlternative, ...]
     bucket_uppers: tuple[int, ...] = ()
     caveat: str = ""
+    longest_alone_seconds: float = 0.0
 
     @property
     def gap(self) -> float:
