@@ -1,4 +1,4 @@
-"""The figures of a run: lengths, plan, losses, balance of the replicas, GPU seconds. Each writes a PNG file.
+"""The figures of a run: plan, losses, balance of the replicas, padding, GPU seconds. Each writes a PNG file.
 
 `records` are the steps of steps.jsonl that count, in order (`training.journal.effective_steps`). Every function returns
 the matplotlib figure that it saved.
@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 from planning.types import DeploymentPlan, Replica
 from tasks.figure_style import (
@@ -39,7 +38,6 @@ Records = Sequence[Mapping[str, Any]]
 Array = npt.NDArray[np.float64]
 
 GPUS_PER_ROW = 16
-NUM_LENGTH_BINS = 48
 MAX_LABELLED_LINES = 12
 NUM_ALTERNATIVES = 5
 NAME_WIDTH = 22  # characters per line of an alternative's name
@@ -47,41 +45,6 @@ SMOOTHED_FROM_STEPS = 40
 ROW_FILL = 0.9  # part of a row that the longest busy time fills
 OTHER_PLAN = WAITING = "#CDD1D8"
 BUSY = REPLICA_BLUES[0]
-
-
-def histogram_figure(histogram: pl.DataFrame, bucket_borders: Sequence[int], path: Path) -> Figure:
-    """Lengths of every tenant (`tenant, length, count`), one above the other; bucket borders (tokens) as lines."""
-    tenants = histogram["tenant"].unique(maintain_order=True).to_list()
-    colours = tenant_colours(tenants)
-    figure = new_figure(8.0, 1.3 + 0.75 * len(tenants), "Sequence lengths by tenant")
-    shortest, longest = int(histogram["length"].min()), int(histogram["length"].max())  # type: ignore[arg-type]
-    edges = np.geomspace(shortest * 0.9, longest * 1.1, NUM_LENGTH_BINS + 1)
-    panels = figure.subplots(len(tenants), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, tenant in zip(panels, tenants, strict=True):
-        own = histogram.filter(pl.col("tenant") == tenant).sort("length")
-        lengths, counts = own["length"].to_numpy(), own["count"].to_numpy()
-        shares, _ = np.histogram(lengths, bins=edges, weights=counts / counts.sum())
-        axes.stairs(shares, edges, fill=True, color=colours[tenant], alpha=0.85)
-        for border in bucket_borders:
-            axes.axvline(border, color=INK, linewidth=0.7, linestyle=(0, (4, 3)), alpha=0.6)
-        median = lengths[np.searchsorted(counts.cumsum(), counts.sum() / 2)]
-        style(axes)
-        axes.grid(False)
-        axes.spines["left"].set_visible(False)
-        axes.set_yticks([])
-        axes.set_ylabel(
-            tenant, rotation=0, ha="right", va="center", color=colours[tenant], fontsize=10, fontweight="bold"
-        )
-        note = f"{counts.sum():,} sequences\nmedian {median:,}\nlongest {lengths.max():,}"
-        axes.text(1.01, 0.5, note, transform=axes.transAxes, va="center", fontsize=8.5, color=FAINT_INK)
-    panels[-1].set_xscale("log")
-    panels[-1].set_xlim(edges[0], edges[-1])
-    panels[-1].xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens:,.0f}"))
-    panels[-1].xaxis.set_minor_formatter(NullFormatter())
-    panels[-1].set_xticks([tokens for tokens in _round_lengths() if edges[0] <= tokens <= edges[-1]])
-    note = "; dashed: bucket borders" if bucket_borders else ""
-    panels[-1].set_xlabel(f"tokens per sequence (height: share of the tenant's sequences{note})", color=FAINT_INK)
-    return save(figure, path)
 
 
 def plan_figure(plan: DeploymentPlan, path: Path) -> Figure:
@@ -156,6 +119,25 @@ def balance_figure(records: Records, path: Path) -> Figure:
     ]
     figure.legend(handles=keys, loc="outside upper right", ncols=3, frameon=False, fontsize=9)
     _draw_imbalance(bottom, first_step + np.arange(num_steps), {"predicted": predicted_RS, "measured": measured_RS})
+    return save(figure, path)
+
+
+def padding_figure(records: Records, path: Path) -> Figure:
+    """Padding ratio of every step, and over all steps together."""
+    steps = np.array([record["step"] for record in records])
+    num_computed = np.array([record["num_computed_tokens"] for record in records], dtype=np.float64)
+    num_real = np.array([record["num_tokens"] for record in records], dtype=np.float64)
+    overall = 1.0 - num_real.sum() / num_computed.sum()
+    figure = new_figure(8.5, 2.8, f"Padding: {overall:.1%} of all computed tokens")
+    axes = figure.subplots()
+    style(axes, "step", "padding ratio")
+    edges = np.append(steps - 0.5, steps[-1] + 0.5)
+    axes.stairs(1.0 - num_real / num_computed, edges, fill=True, color=BUSY)
+    axes.axhline(overall, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_ylim(bottom=0.0)
+    axes.set_xlim(edges[0], edges[-1])
+    whole_steps(axes)
     return save(figure, path)
 
 
@@ -279,8 +261,3 @@ def _smoothed(values: Array) -> Array:
     """Mean over a window that covers a twentieth of the run, cut at its ends."""
     half = max(1, len(values) // 40)
     return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
-
-
-def _round_lengths() -> list[int]:
-    """10, 20, 50, 100, ... for ticks on a logarithmic axis."""
-    return [digit * 10**power for power in range(1, 7) for digit in (1, 2, 5)]

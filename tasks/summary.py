@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from data_prep.prepare import PreparedTenant
 from planning.config import Strategy
 from planning.types import DeploymentPlan
+from training.adapter_probe import ProbeResult
 from training.journal import effective_steps, overhead_gpu_seconds
 from training.progress import TenantStatus
 
@@ -17,11 +19,12 @@ FAILED = "failed"  # its adapter must not be published
 
 @dataclass(frozen=True, slots=True)
 class TenantOutcome:
-    """How one tenant ended: trained (with its adapter folder) or not (with the reason)."""
+    """How one tenant ended: trained (with its adapter folder, which passed its probe) or not (with the reason)."""
 
     status: str
     adapter_path: str | None = None
     reason: str = ""
+    probe: ProbeResult | None = None
 
     @property
     def is_good(self) -> bool:
@@ -50,6 +53,7 @@ def summarise(results: RunResults) -> dict[str, Any]:
         "num_gpus": results.plan.num_gpus,
         "gap": results.plan.gap,
         "steps": len(steps),
+        "trained_at": datetime.fromtimestamp(steps[-1]["time"], UTC).isoformat() if steps else None,
         "gpu_seconds": sum(step["gpu_seconds"] for step in steps),
         "overhead_gpu_seconds": overhead_gpu_seconds(results.records),
         "predicted_step_seconds": mean([step["predicted_seconds"] for step in steps]),
@@ -61,6 +65,9 @@ def summarise(results: RunResults) -> dict[str, Any]:
                 "status": outcome.status,
                 "adapter_path": outcome.adapter_path,
                 "reason": outcome.reason,
+                "probe": None
+                if outcome.probe is None
+                else {"effect": outcome.probe.effect, "error": outcome.probe.error},
                 "num_rejects": num_rejects.get(name, 0),
                 **tenant_totals(steps, name),
             }
@@ -104,6 +111,12 @@ def summary_markdown(summary: Mapping[str, Any]) -> str:
             *rows,
         ]
     )
+
+
+def result_rows(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row per tenant, for a table that can be sorted."""
+    keys = ("status", "steps", "tokens", "gpu_seconds", "first_loss", "last_loss", "num_rejects", "reason")
+    return [{"tenant": name, **{key: totals[key] for key in keys}} for name, totals in summary["tenants"].items()]
 
 
 def shown(loss: float | None) -> str:
