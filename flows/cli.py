@@ -1,6 +1,6 @@
 """The command line `lobra`. Exit codes: 0 done, 1 failed, 2 bad input.
 
-Prefect, MLflow and torch are imported by the commands that need them alone: `run`.
+Prefect, MLflow and torch are imported by the commands that need them alone: `run` and `track`.
 """
 
 import json
@@ -107,6 +107,37 @@ def status(
         typer.echo(json.dumps(state, indent=2))
         return
     for table in status_tables(state):
+        console.print(table)
+
+
+@app.command()
+def track(
+    run_file: RunFile,
+    run_dir: Annotated[Path | None, typer.Option(help="Run folder; default runs/<name>")] = None,
+) -> None:
+    """Send a finished run to MLflow again, for what MLflow missed while it was away."""
+    from flows.config import read_run_file
+    from flows.track import track as send
+
+    config = read_run_file(run_file)
+    run_id = send(config, run_dir or config.default_run_dir)
+    console.print(f"MLflow run {run_id} in {config.tracking.mlflow_uri}", soft_wrap=True)
+
+
+@app.command()
+def gc(
+    keep_days: Annotated[float, typer.Option(min=0, help="Remove what is older than this many days")],
+    runs: Annotated[Path, typer.Option(help="Folder that holds the runs")] = Path("runs"),
+    cache_dir: Annotated[Path | None, typer.Option(help="Token cache; default RUNS/.cache")] = None,
+    unfinished: Annotated[bool, typer.Option("--unfinished", help="Unfinished runs too")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed")] = False,
+) -> None:
+    """Remove old finished runs, folders set aside by --fresh, and token files that no kept run uses."""
+    from flows.report import removal_tables
+    from tasks.gc import GcRequest, collect_garbage
+
+    request = GcRequest(runs, cache_dir or runs / ".cache", keep_days, unfinished, dry_run)
+    for table in removal_tables(collect_garbage(request), dry_run):
         console.print(table)
 
 

@@ -20,6 +20,7 @@ from flows.config import RunConfig, read_run_file
 from flows.preview import deployment_request, prepare_requests, stored_profile_path
 from flows.validation import check_run
 from planning.types import DeploymentPlan
+from tasks.disk import check_free_disk
 from tasks.publish import PublishRequest
 from tasks.run_folder import RunFolder, open_run_folder
 from tasks.tracking import RunIdentity, Tracker
@@ -35,6 +36,7 @@ def finetune(run: RunConfig, run_dir: Path | None = None, fresh: bool = False) -
     """
     base = check_run(run)
     with open_run_folder(run_dir or Path("runs") / str(flow_run.id), resolved(run), fresh) as folder:
+        check_free_disk(run.tenants, base, run.training, run.data.cache_dir, folder.path)
         requests = prepare_requests(run, base, folder.path)
         outcomes = tasks.prepare.prepare(requests, run.data.num_workers, run.training.allows_failures, folder)
         prepared, _ = split_outcomes(outcomes, allow_failures=True)
@@ -89,7 +91,7 @@ def identity(run: RunConfig, folder: RunFolder, plan: DeploymentPlan) -> RunIden
             "base_model": str(run.base_model.path),
             "gap": f"{plan.gap:.4f}",
         },
-        tags={"prefect.flow_run_id": str(flow_run.id or "")},
+        tags={"prefect.flow_run_id": str(flow_run.id)} if flow_run.id else {},
         tenants=tuple(tenant.name for tenant in run.tenants),
         tenant_params={
             tenant.name: {

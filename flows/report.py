@@ -1,12 +1,14 @@
 """Tables for the terminal."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Column, Table
 
 from flows.preview import Preview
 from planning.types import DeploymentPlan
+from tasks.disk import shown_bytes
+from tasks.gc import Removal
 from tasks.summary import shown
 
 
@@ -57,6 +59,18 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         where = tenant["adapter_path"] or tenant["reason"]
         table.add_row(name, tenant["status"], losses, str(tenant["tokens"]), cost, where)
     return table
+
+
+def removal_tables(removals: Sequence[Removal], dry_run: bool) -> list[Table | str]:
+    """What `lobra gc` removed, and how much that frees."""
+    total = shown_bytes(sum(removal.num_bytes for removal in removals))
+    headline = f"{'Would free' if dry_run else 'Freed'} {total} in {len(removals)} folders."
+    if not removals:
+        return [headline]
+    table = Table(Column("folder", overflow="fold"), "what", "days old", "size")
+    for removal in removals:
+        table.add_row(str(removal.path), removal.kind, f"{removal.age_days:.1f}", shown_bytes(removal.num_bytes))
+    return [table, headline]
 
 
 def status_tables(status: Mapping[str, Any]) -> list[Table | str]:
