@@ -65,15 +65,18 @@ def plan(run_file: RunFile, as_json: AsJson = False) -> None:
     from flows.preview import preview
     from flows.report import plan_tables
     from flows.validation import check_run
+    from planning.phase_file import phases_to_dict
     from planning.plan_file import plan_to_dict
 
     config = read_run_file(run_file)
-    deployment = preview(config, check_run(config, run_file)).plan()
+    phases = preview(config, check_run(config, run_file)).plan()
     if as_json:
-        typer.echo(json.dumps(plan_to_dict(deployment), indent=2))
+        content = plan_to_dict(phases[0].plan) if len(phases) == 1 else phases_to_dict(phases)
+        typer.echo(json.dumps(content, indent=2))
         return
-    for table in plan_tables(deployment):
-        console.print(table)
+    for phase in phases:
+        for table in plan_tables(phase.plan):
+            console.print(table)
 
 
 @app.command()
@@ -83,12 +86,13 @@ def validate(run_file: RunFile) -> None:
     from flows.preview import preview
     from flows.report import validation_table
     from flows.validation import check_run
+    from planning.phase_file import describe
 
     config = read_run_file(run_file)
     checked = preview(config, check_run(config, run_file))
-    deployment = checked.plan()  # refuses sequences that no replica holds
+    phases = checked.plan()  # refuses sequences that no replica holds
     console.print(validation_table(checked))
-    console.print(f"All lengths fit; the run would use the plan {deployment}.")
+    console.print(f"All lengths fit; the run would use the plan {describe(phases)}.")
     if checked.failures:
         raise typer.Exit(1)
 

@@ -6,6 +6,7 @@ Runs from the command line (`lobra run`), by itself (`python -m flows.finetune R
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ import tasks.train
 from flows.config import RunConfig, read_run_file
 from flows.preview import deployment_request, prepare_requests, stored_profile_path
 from flows.validation import check_run
-from planning.types import DeploymentPlan
+from planning.phase_file import describe
+from planning.strategies import Phase
 from tasks.disk import check_free_disk
 from tasks.publish import PublishRequest
 from tasks.run_folder import RunFolder, open_run_folder
 from tasks.tracking import RunIdentity, Tracker
-from training.controller import TrainingFiles, TrainingRequest
 from training.deployment import propose, split_outcomes
+from training.request import TrainingFiles, TrainingRequest
 
 
 @flow(name="finetune", flow_run_name="{run.name}", validate_parameters=True)
@@ -44,25 +46,25 @@ def finetune(run: RunConfig, run_dir: Path | None = None, fresh: bool = False) -
         profile = tasks.deploy.profile(run.profile, stored_profile_path(run), folder)
         deployment = deployment_request(run, base, [tenant.tenant for tenant in prepared])
         candidates = propose(deployment, profile)
-        plan = tasks.deploy.plan(deployment, candidates, histogram, folder)
+        phases = tasks.deploy.plan(deployment, candidates, histogram, folder)
         request = TrainingRequest(
-            files=TrainingFiles(folder.checkpoints, folder.steps, folder.step_plans, folder.logs),
+            files=TrainingFiles(folder.checkpoints, folder.steps, folder.step_plans, folder.logs, folder.control),
             base_model=run.base_model,
             tenants=deployment.tenants,
             token_paths={tenant.tenant: tenant.token_path for tenant in prepared},
-            plan=plan,
+            phases=phases,
             candidates=candidates.usable,
             cluster=run.cluster,
             planner=run.planner,
             training=run.training,
         )
-        with Tracker(run.tracking, identity(run, folder, plan)) as tracker:
+        with Tracker(run.tracking, identity(run, folder, phases)) as tracker:
             result = tasks.train.train(request, tracker)
             left = PublishRequest(
                 strategy=run.planner.strategy,
                 base_model=run.base_model,
                 tenants=deployment.tenants,
-                plan=plan,
+                phases=phases,
                 outcomes=outcomes,
                 histogram=histogram,
                 result=result,
@@ -71,11 +73,12 @@ def finetune(run: RunConfig, run_dir: Path | None = None, fresh: bool = False) -
 
 
 def resolved(run: RunConfig) -> dict[str, Any]:
-    """The configuration that a resumed run must share: everything but where it is tracked."""
-    return run.model_dump(mode="json", exclude={"tracking"})
+    """The configuration that a resumed run must share: everything but what changes no adapter."""
+    limits = {"max_restarts", "max_gpu_seconds", "keep_checkpoints", "launch_timeout_seconds", "step_timeout_seconds"}
+    return run.model_dump(mode="json", exclude={"tracking": True, "data": {"num_workers"}, "training": limits})
 
 
-def identity(run: RunConfig, folder: RunFolder, plan: DeploymentPlan) -> RunIdentity:
+def identity(run: RunConfig, folder: RunFolder, phases: Sequence[Phase]) -> RunIdentity:
     """How MLflow knows the run."""
     content = json.dumps(resolved(run), sort_keys=True)
     return RunIdentity(
@@ -84,12 +87,13 @@ def identity(run: RunConfig, folder: RunFolder, plan: DeploymentPlan) -> RunIden
         config_hash=hashlib.sha256(content.encode()).hexdigest(),
         params={
             "strategy": run.planner.strategy.value,
-            "plan": str(plan),
+            "batching": run.planner.batching.value,
+            "plan": describe(phases),
             "num_gpus": str(run.cluster.num_gpus),
             "num_tenants": str(len(run.tenants)),
             "num_buckets": str(run.planner.num_buckets),
             "base_model": str(run.base_model.path),
-            "gap": f"{plan.gap:.4f}",
+            "gap": f"{phases[0].plan.gap:.4f}",
         },
         tags={"prefect.flow_run_id": str(flow_run.id)} if flow_run.id else {},
         tenants=tuple(tenant.name for tenant in run.tenants),

@@ -8,7 +8,7 @@ from data_prep.histogram import measure_lengths
 from data_prep.prepare import Outcome, PreparedTenant, PrepareRequest, TenantFailure, prepare_tenants
 from flows.config import RunConfig
 from planning.candidates import Candidates
-from planning.types import DeploymentPlan
+from planning.strategies import Phase
 from training.base_model import BaseModel
 from training.deployment import DeploymentRequest, deploy, load_profile, propose, split_outcomes
 
@@ -27,8 +27,8 @@ class Preview:
     def request(self) -> DeploymentRequest:
         return deployment_request(self.run, self.base, [tenant.tenant for tenant in self.prepared])
 
-    def plan(self) -> DeploymentPlan:
-        """The deployment plan that the run would use."""
+    def plan(self) -> tuple[Phase, ...]:
+        """The phases that the run would train, with their deployment plans."""
         return deploy(self.request, self.candidates, measure_lengths(self.prepared))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from flows.config import RunConfig
 from flows.finetune import identity, resolved
 from planning.errors import InputError, LobraError
-from planning.plan_file import plan_from_dict
+from planning.phase_file import phases_from_dict
 from tasks.run_folder import RunFolder, changed_keys, read_json
 from tasks.send import send_results
 from tasks.tracking import Tracker
@@ -25,7 +25,7 @@ def track(run: RunConfig, run_dir: Path) -> str:
     if keys:
         raise InputError(f"{run_dir}: a run of another configuration lies here, these keys differ: {', '.join(keys)}")
     summary = read_json(folder.summary)
-    with Tracker(run.tracking, identity(run, folder, plan_from_dict(read_json(folder.plan)))) as tracker:
+    with Tracker(run.tracking, identity(run, folder, phases_from_dict(read_json(folder.plan)))) as tracker:
         send_results(summary, run.tenants, run.base_model, folder, tracker)
     if tracker.is_behind or tracker.parent_run_id is None:
         raise LobraError(

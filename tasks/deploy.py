@@ -9,8 +9,9 @@ from prefect.cache_policies import NO_CACHE
 
 from planning.candidates import Candidates
 from planning.config import ProfileConfig
-from planning.plan_file import plan_from_dict, plan_to_dict
+from planning.phase_file import phases_from_dict, phases_to_dict
 from planning.profile import Profile, read_profile, write_profile
+from planning.strategies import Phase
 from planning.types import DeploymentPlan
 from tasks.run_folder import RunFolder, read_json, write_json
 from training.deployment import DeploymentRequest, deploy, load_profile
@@ -29,14 +30,15 @@ def profile(config: ProfileConfig, stored: Path, folder: RunFolder) -> Profile:
 @task(name="plan", cache_policy=NO_CACHE)
 def plan(
     request: DeploymentRequest, candidates: Candidates, histogram: pl.DataFrame, folder: RunFolder
-) -> DeploymentPlan:
-    """The deployment plan: plan.json, and a table on the run page."""
+) -> tuple[Phase, ...]:
+    """The strategy's phases with their deployment plans: plan.json, and a table on the run page."""
     if folder.plan.exists():
-        return plan_from_dict(read_json(folder.plan))
-    deployment = deploy(request, candidates, histogram)
-    write_json(folder.plan, plan_to_dict(deployment))
-    create_markdown_artifact(plan_markdown(deployment), key="plan", description="Deployment plan")
-    return deployment
+        return phases_from_dict(read_json(folder.plan))
+    phases = deploy(request, candidates, histogram)
+    write_json(folder.plan, phases_to_dict(phases))
+    tables = "\n\n".join(plan_markdown(phase.plan) for phase in phases)
+    create_markdown_artifact(tables, key="plan", description="Deployment plan")
+    return phases
 
 
 def plan_markdown(plan: DeploymentPlan) -> str:

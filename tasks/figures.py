@@ -86,19 +86,19 @@ def loss_figure(records: Records, path: Path) -> Figure:
 def balance_figure(records: Records, path: Path) -> Figure:
     """Busy seconds of every replica in every step, predicted and measured; what it then waits for the slowest; and
     the imbalance that results."""
-    predicted_RS = np.array([record["predicted_replica_seconds"] for record in records]).T
-    measured_RS = np.array([record["replica_seconds"] for record in records]).T
+    predicted_RS = _replica_seconds(records, "predicted_replica_seconds")
+    measured_RS = _replica_seconds(records, "replica_seconds")
     num_replicas, num_steps = measured_RS.shape
     first_step = records[0]["step"]
     rows_height = min(0.75 * num_replicas, 10.0)
     figure = new_figure(8.5, rows_height + 3.0, "Balance of the replicas")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[rows_height + 0.6, 1.4])
-    longest_seconds = max(predicted_RS.max(), measured_RS.max())
+    longest_seconds = max(np.nanmax(predicted_RS), np.nanmax(measured_RS))
     edges = first_step - 0.5 + np.arange(num_steps + 1)
-    slowest_S = measured_RS.max(axis=0)
+    slowest_S = np.nanmax(measured_RS, axis=0)
     for replica, (predicted_S, measured_S) in enumerate(zip(predicted_RS, measured_RS, strict=True)):
         base = num_replicas - 1 - replica
-        for seconds_S, colour in ((slowest_S, WAITING), (measured_S, BUSY)):
+        for seconds_S, colour in ((np.where(np.isnan(measured_S), np.nan, slowest_S), WAITING), (measured_S, BUSY)):
             top.stairs(base + ROW_FILL * seconds_S / longest_seconds, edges, baseline=base, fill=True, color=colour)
         top.stairs(base + ROW_FILL * predicted_S / longest_seconds, edges, baseline=None, color=INK, linewidth=1.3)
     style(top, title=f"Busy seconds of each step (a full row is {short_number(longest_seconds / ROW_FILL)} s)")
@@ -227,13 +227,22 @@ def _draw_imbalance(axes: Axes, steps: Array, seconds: Mapping[str, Array]) -> N
     looks = {"predicted": (INK, 1.3), "measured": (BUSY, 2.0)}
     means = []
     for kind, seconds_RS in seconds.items():
-        imbalance_S = seconds_RS.max(axis=0) / seconds_RS.mean(axis=0) - 1.0
+        imbalance_S = np.nanmax(seconds_RS, axis=0) / np.nanmean(seconds_RS, axis=0) - 1.0
         axes.plot(steps, imbalance_S, color=looks[kind][0], linewidth=looks[kind][1], label=kind)
         means.append(f"{kind} {imbalance_S.mean():.1%}")
     style(axes, "step", "imbalance", f"Slowest replica against the mean of all; on average {', '.join(means)}")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_ylim(bottom=0.0)
     whole_steps(axes)
+
+
+def _replica_seconds(records: Records, key: str) -> Array:
+    """Seconds (replica, step); NaN where a step's plan has fewer replicas than another's."""
+    num_replicas = max(len(record[key]) for record in records)
+    seconds_RS = np.full((num_replicas, len(records)), np.nan)
+    for step, record in enumerate(records):
+        seconds_RS[: len(record[key]), step] = record[key]
+    return seconds_RS
 
 
 def _gpu_seconds(records: Records) -> tuple[dict[str, float], dict[str, Array]]:

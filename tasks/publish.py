@@ -21,7 +21,7 @@ from data_prep.names import folder_name
 from data_prep.prepare import Outcome
 from planning.config import Strategy
 from planning.step_plan import StepPlan
-from planning.types import DeploymentPlan
+from planning.strategies import Phase
 from tasks.figures import balance_figure, gpu_seconds_figure, loss_figure, padding_figure, plan_figure
 from tasks.length_figure import histogram_figure
 from tasks.report import write_report
@@ -33,11 +33,11 @@ from training.adapter_probe import probe_adapters, probe_item
 from training.base_model import read_base_model
 from training.checkpoint import adapter_file
 from training.config import BaseModelConfig, TenantConfig
-from training.controller import TrainingResult
 from training.deployment import split_outcomes
 from training.journal import effective_steps, read_journal
 from training.peft_export import ExportError, export_adapter
 from training.progress import TenantStatus
+from training.request import TrainingResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class PublishRequest:
     strategy: Strategy
     base_model: BaseModelConfig
     tenants: tuple[TenantConfig, ...]
-    plan: DeploymentPlan
+    phases: tuple[Phase, ...]
     outcomes: Sequence[Outcome]
     histogram: pl.DataFrame
     result: TrainingResult
@@ -60,8 +60,8 @@ def publish(request: PublishRequest, folder: RunFolder, tracker: Tracker) -> dic
     tenants = export_adapters(request, folder)
     tenants |= {failure.tenant: skipped(failure.reason) for failure in failures}
     records = read_journal(folder.steps)
-    summary = summarise(RunResults(request.strategy, request.plan, tuple(prepared), tenants, records))
-    draw_figures(request.histogram, request.plan, records, folder)
+    summary = summarise(RunResults(request.strategy, request.phases, tuple(prepared), tenants, records))
+    draw_figures(request.histogram, request.phases, records, folder)
     write_report(summary, folder)
     send_results(summary, request.tenants, request.base_model, folder, tracker)
     create_artifacts(summary, folder, tracker)
@@ -85,13 +85,16 @@ def image_uri(path: Path) -> str:
 
 
 def draw_figures(
-    histogram: pl.DataFrame, plan: DeploymentPlan, records: Sequence[dict[str, Any]], folder: RunFolder
+    histogram: pl.DataFrame, phases: Sequence[Phase], records: Sequence[dict[str, Any]], folder: RunFolder
 ) -> None:
     """The figures of a run, as PNG files."""
     figures, steps = folder.figures, effective_steps(records)
     figures.mkdir(parents=True, exist_ok=True)
-    histogram_figure(histogram, plan.bucket_uppers or last_borders(folder.step_plans), figures / "lengths.png")
-    plan_figure(plan, figures / "plan.png")
+    plans = list({str(phase.plan): phase.plan for phase in phases}.values())
+    for number, plan in enumerate(plans, 1):
+        plan_figure(plan, figures / ("plan.png" if len(plans) == 1 else f"plan-{number}.png"))
+    borders = phases[0].plan.bucket_uppers or last_borders(folder.step_plans)
+    histogram_figure(histogram, borders if len(phases) == 1 else (), figures / "lengths.png")
     loss_figure(steps, figures / "losses.png")
     balance_figure(steps, figures / "balance.png")
     padding_figure(steps, figures / "padding.png")

@@ -11,8 +11,8 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from planning.plan_file import plan_from_dict
-from planning.types import DeploymentPlan
+from planning.phase_file import phases_from_dict
+from planning.strategies import Phase
 from tasks.figure_style import short_number
 from tasks.run_folder import RunFolder, read_json
 from tasks.summary import NUM_LOSS_STEPS, mean, shown
@@ -20,7 +20,7 @@ from training.journal import effective_steps, read_journal
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 NUM_SHOWN_CHECKPOINTS = 3
-BAD_EVENTS = ("abort", "quarantine", "damaged_checkpoint")
+BAD_EVENTS = ("abort", "restart", "quarantined", "cancelled", "damaged_checkpoint")
 FIGURES = {  # file name in the run's figures -> heading and caption, in the order of the page
     "plan": (
         "Plan",
@@ -45,10 +45,10 @@ FIGURES = {  # file name in the run's figures -> heading and caption, in the ord
 def write_report(summary: Mapping[str, Any], folder: RunFolder) -> Path:
     """Write report.html from the run's figures, journal, plan and manifest of its data; returns its path."""
     config = read_json(folder.config)
-    plan = plan_from_dict(read_json(folder.plan))
+    phases = phases_from_dict(read_json(folder.plan))
     records = read_journal(folder.steps)
     steps = effective_steps(records)
-    tenants = [_tenant(name, totals, plan, summary) for name, totals in summary["tenants"].items()]
+    tenants = [_tenant(name, totals, phases, summary) for name, totals in summary["tenants"].items()]
     content = (
         _environment()
         .from_string(TEMPLATE.read_text(encoding="utf-8"))
@@ -65,7 +65,7 @@ def write_report(summary: Mapping[str, Any], folder: RunFolder) -> Path:
             imbalance=mean([step["imbalance"] for step in steps]),
             figures=_figures(folder),
             data=read_json(folder.prepared)["tenants"],
-            pruned=plan.pruned,
+            pruned=phases[0].plan.pruned,
             num_loss_steps=NUM_LOSS_STEPS,
             **_events(records),
         )
@@ -80,12 +80,15 @@ def _environment() -> Environment:
     return environment
 
 
-def _tenant(name: str, totals: Mapping[str, Any], plan: DeploymentPlan, summary: Mapping[str, Any]) -> dict[str, Any]:
+def _tenant(
+    name: str, totals: Mapping[str, Any], phases: Sequence[Phase], summary: Mapping[str, Any]
+) -> dict[str, Any]:
     bill = summary["gpu_seconds"]
+    per_step = sum(phase.plan.tenant_gpu_seconds.get(name, 0.0) for phase in phases)
     return {
         "name": name,
         **totals,
-        "estimate": plan.tenant_gpu_seconds.get(name, 0.0) * totals["steps"],
+        "estimate": per_step * totals["steps"],
         "share": totals["gpu_seconds"] / bill if bill else 0.0,
     }
 
@@ -93,8 +96,7 @@ def _tenant(name: str, totals: Mapping[str, Any], plan: DeploymentPlan, summary:
 def _figures(folder: RunFolder) -> list[dict[str, str]]:
     figures = []
     for name, (title, caption) in FIGURES.items():
-        path = folder.figures / f"{name}.png"
-        if path.exists():
+        for path in sorted(folder.figures.glob(f"{name}*.png")):
             encoded = base64.b64encode(path.read_bytes()).decode("ascii")
             figures.append({"title": title, "caption": caption, "base64": encoded})
     return figures
@@ -115,8 +117,9 @@ def _events(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "events": events,
         "num_checkpoints": num_checkpoints,
-        "num_restarts": max(0, kinds.count("launch") - 1),
-        "num_quarantines": kinds.count("quarantine"),
+        "num_restarts": kinds.count("restart"),
+        "num_interruptions": kinds.count("abort"),
+        "num_quarantines": kinds.count("quarantined"),
     }
 
 

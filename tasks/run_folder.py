@@ -61,6 +61,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def control(self) -> Path:
+        """What an operator asks of the run: {"cancel": ["tenant"]}."""
+        return self.path / "control.json"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from data_prep.prepare import PreparedTenant
 from planning.config import Strategy
-from planning.types import DeploymentPlan
+from planning.phase_file import describe
+from planning.strategies import Phase
 from training.adapter_probe import ProbeResult
 from training.journal import effective_steps, overhead_gpu_seconds
 from training.progress import TenantStatus
@@ -36,7 +37,7 @@ class RunResults:
     """What the summary is made of."""
 
     strategy: Strategy
-    plan: DeploymentPlan
+    phases: tuple[Phase, ...]
     prepared: tuple[PreparedTenant, ...]
     outcomes: Mapping[str, TenantOutcome]
     records: Sequence[dict[str, Any]]
@@ -49,9 +50,9 @@ def summarise(results: RunResults) -> dict[str, Any]:
     return {
         "schema_version": 1,
         "strategy": results.strategy.value,
-        "plan": str(results.plan),
-        "num_gpus": results.plan.num_gpus,
-        "gap": results.plan.gap,
+        "plan": describe(results.phases),
+        "num_gpus": results.phases[0].plan.num_gpus,
+        "gap": results.phases[0].plan.gap,
         "steps": len(steps),
         "trained_at": datetime.fromtimestamp(steps[-1]["time"], UTC).isoformat() if steps else None,
         "gpu_seconds": sum(step["gpu_seconds"] for step in steps),

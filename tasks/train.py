@@ -15,8 +15,8 @@ from prefect.cache_policies import NO_CACHE
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tasks.tracking import Tracker
-from training.controller import TrainingRequest, TrainingResult
 from training.controller import train as train_jointly
+from training.request import TrainingRequest, TrainingResult
 
 ARTIFACT_SECONDS = 5.0  # a progress update is an event on the server
 

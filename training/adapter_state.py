@@ -19,26 +19,43 @@ from training.adapters import Adapter, TensorKey, tensor_keys, tensor_place
 from training.base_model import BaseModel
 from training.checkpoint import CheckpointError, adapter_file, optimiser_file
 from training.config import TenantConfig
-from training.layout import RankPosition, Stage
+from training.layout import Stage
 from training.optimiser import MOMENTS, TenantOptimiser
 
 KINDS = ("weight", *MOMENTS)
+Item = tuple[TensorKey, str]  # a tensor and which of KINDS
+Snapshot = dict[str, dict[Item, Tensor]]  # tenant -> what a rank owns of its adapter and moments
+
+
+@torch.no_grad()
+def take_snapshot(optimisers: dict[str, TenantOptimiser], stage: Stage) -> Snapshot:
+    """Copies (on the CPU) of the tensors that this rank owns; nothing on ranks outside replica 0."""
+    if stage.position.replica.index != 0:
+        return {}
+    return {tenant: _owned(optimiser, stage) for tenant, optimiser in sorted(optimisers.items())}
+
+
+def _owned(optimiser: TenantOptimiser, stage: Stage) -> dict[Item, Tensor]:
+    owned = {}
+    for key, parameter in optimiser.adapter.parameters.items():
+        if optimiser.adapter.place(key).is_split or stage.tp_rank == 0:
+            values = {"weight": parameter.detach(), **optimiser.moments(key)}
+            owned.update({(key, kind): values[kind].to("cpu", copy=True) for kind in KINDS})
+    return owned
 
 
 class CanonicalWriter:
-    """Collects canonical tensors on rank 0. Only ranks of replica 0 take part; `control_group` is the gloo world."""
+    """Collects canonical tensors on rank 0. Only ranks of replica 0 take part, over a gloo group of the world."""
 
-    def __init__(self, stage: Stage, control_group: dist.ProcessGroup) -> None:
+    def __init__(self, stage: Stage, adapters: dict[str, Adapter], group: dist.ProcessGroup) -> None:
         self.stage = stage
-        self.control_group = control_group
+        self.adapters = adapters
+        self.group = group
 
-    @torch.no_grad()
-    def write(self, folder: Path, optimisers: dict[str, TenantOptimiser]) -> None:
-        """Write adapters and moments of all tenants below `folder` (rank 0); others of replica 0 send theirs."""
-        if self.stage.position.replica.index != 0:
-            return
-        for tenant in sorted(optimisers):
-            tensors = self.collect(optimisers[tenant])
+    def write(self, folder: Path, snapshot: Snapshot) -> bool:
+        """Write all tenants below `folder` on rank 0 (returns True there); other ranks of replica 0 send theirs."""
+        for tenant, mine in snapshot.items():
+            tensors = self.collect(tenant, mine)
             if tensors is None:
                 continue
             name = folder_name(tenant)
@@ -46,31 +63,24 @@ class CanonicalWriter:
             moments = {f"{kind}.{key.peft_name}": tensor for (key, kind), tensor in tensors.items() if kind != "weight"}
             save_file(weights, adapter_file(folder, name), metadata={"format": "pt"})
             save_file(moments, optimiser_file(folder, name), metadata={"format": "pt"})
+        return self.stage.rank == 0
 
-    def collect(self, optimiser: TenantOptimiser) -> dict[tuple[TensorKey, str], Tensor] | None:
+    def collect(self, tenant: str, mine: dict[Item, Tensor]) -> dict[Item, Tensor] | None:
         """Canonical tensors of one tenant on rank 0, None elsewhere. Collective over replica 0."""
-        replica = self.stage.position.replica
-        mine = self._owned(optimiser)
         if self.stage.rank != 0:
             if mine:
-                dist.send(torch.cat([tensor.reshape(-1) for tensor in mine.values()]), 0, group=self.control_group)
+                dist.send(torch.cat([tensor.reshape(-1) for tensor in mine.values()]), 0, group=self.group)
             return None
-        shards: dict[tuple[TensorKey, str], list[Tensor]] = {}
-        for rank in replica.ranks:  # tensor-parallel rank fastest, so shards arrive in order
-            owned = mine if rank == 0 else self._receive(optimiser.adapter, self.stage.layout.position(rank))
+        adapter = self.adapters[tenant]
+        shards: dict[Item, list[Tensor]] = {}
+        for rank in self.stage.position.replica.ranks:  # tensor-parallel rank fastest, so shards arrive in order
+            owned = mine if rank == 0 else self._receive(adapter, rank)
             for item, tensor in owned.items():
                 shards.setdefault(item, []).append(tensor)
-        return {(key, kind): optimiser.adapter.place(key).to_canonical(parts) for (key, kind), parts in shards.items()}
+        return {(key, kind): adapter.place(key).to_canonical(parts) for (key, kind), parts in shards.items()}
 
-    def _owned(self, optimiser: TenantOptimiser) -> dict[tuple[TensorKey, str], Tensor]:
-        owned = {}
-        for key, parameter in optimiser.adapter.parameters.items():
-            if optimiser.adapter.place(key).is_split or self.stage.tp_rank == 0:
-                values = {"weight": parameter.detach(), **optimiser.moments(key)}
-                owned.update({(key, kind): values[kind].cpu() for kind in KINDS})
-        return owned
-
-    def _receive(self, adapter: Adapter, sender: RankPosition) -> dict[tuple[TensorKey, str], Tensor]:
+    def _receive(self, adapter: Adapter, rank: int) -> dict[Item, Tensor]:
+        sender = self.stage.layout.position(rank)
         shapes = {}
         for key in tensor_keys(adapter.config, self.stage.layout.stage_layers(sender.replica, sender.pp_rank)):
             place = adapter.place(key)
@@ -81,8 +91,7 @@ class CanonicalWriter:
         if not shapes:
             return {}
         flat = torch.empty(sum(shape.numel() for shape in shapes.values()))
-        source = sender.replica.first_rank + sender.pp_rank * sender.replica.config.tp + sender.tp_rank
-        dist.recv(flat, source, group=self.control_group)
+        dist.recv(flat, rank, group=self.group)
         parts = flat.split([shape.numel() for shape in shapes.values()])
         return {item: part.view(shape) for (item, shape), part in zip(shapes.items(), parts, strict=True)}
 

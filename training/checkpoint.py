@@ -22,6 +22,7 @@ from planning.errors import LobraError
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
+PARTIAL = ".partial"
 CONTROLLER_STATE = "controller.json"
 
 
@@ -57,20 +58,29 @@ class CheckpointStore:
         self.root = root
         self.keep = keep
 
-    def save(self, state: dict, write_tensors: Callable[[Path], None]) -> Path:
-        """Write one checkpoint and prune old ones after the new one verifies.
+    def begin(self, step: int) -> Path:
+        """An empty folder for the checkpoint of `step`, for the ranks to write their tensors into.
 
-        `write_tensors` fills the adapters and optimiser folders of the path it is given. Raises CheckpointError when
-        the disk refuses; older checkpoints are untouched then.
+        Raises CheckpointError when the disk refuses.
         """
-        final = self.root / f"step-{state['step']:08d}"
-        partial = final.with_suffix(".partial")
+        partial = self._folder(step).with_suffix(PARTIAL)
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(partial, ignore_errors=True)
             for name in ("adapters", "optimiser"):
                 (partial / name).mkdir(parents=True)
-            write_tensors(partial)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write checkpoint {partial}: {error}; free disk space and run again"
+            ) from error
+        return partial
+
+    def commit(self, partial: Path, state: dict) -> Path:
+        """Make a begun folder a checkpoint, and prune old ones after it verifies.
+
+        Raises CheckpointError when the disk refuses; older checkpoints are untouched then.
+        """
+        final = self._folder(state["step"])
+        try:
             _write_json(partial / CONTROLLER_STATE, {"schema_version": SCHEMA_VERSION, **state})
             _write_json(partial / MANIFEST, {"schema_version": SCHEMA_VERSION, "sha256": _hashes(partial)})
             for path in (*partial.rglob("*"), partial):
@@ -82,7 +92,8 @@ class CheckpointStore:
             shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(f"cannot write checkpoint {final}: {error}; free disk space and run again") from error
         read_checkpoint(final)
-        for old in self._folders()[self.keep :]:
+        stale = [path for path in self.root.glob(f"step-*{PARTIAL}") if path != partial]
+        for old in (*self._folders()[self.keep :], *stale):
             shutil.rmtree(old)
         return final
 
@@ -95,11 +106,14 @@ class CheckpointStore:
                 on_damaged(folder, str(error))
         return None
 
+    def _folder(self, step: int) -> Path:
+        return self.root / f"step-{step:08d}"
+
     def _folders(self) -> list[Path]:
         """Complete folders, newest first."""
         if not self.root.is_dir():
             return []
-        return sorted((path for path in self.root.glob("step-*") if path.suffix != ".partial"), reverse=True)
+        return sorted((path for path in self.root.glob("step-*") if path.suffix != PARTIAL), reverse=True)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:

@@ -105,6 +105,8 @@ class TrainingConfig(Section):
     keep_checkpoints: Annotated[int, Field(ge=2, title="Checkpoints kept")] = 2
     on_tenant_error: OnTenantError = OnTenantError.FAIL
     max_nonfinite_steps: Annotated[int, Field(gt=0, title="Non-finite updates in a row before quarantine")] = 3
+    max_restarts: Annotated[int, Field(ge=0, title="Fleet restarts within a run before it fails")] = 2
+    max_gpu_seconds: Annotated[float | None, Field(gt=0, title="Stop, checkpointed, at this many GPU seconds")] = None
     launch_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
     step_timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
 

@@ -13,10 +13,9 @@ from data_prep.histogram import workload_arrays
 from data_prep.prepare import Outcome, PreparedTenant, TenantFailure
 from planning.candidates import Candidates, propose_candidates
 from planning.config import ClusterConfig, PlannerConfig, ProfileConfig, ProfileSource
-from planning.deployment import plan_deployment
 from planning.errors import InputError
 from planning.profile import Profile, preset_names, read_preset, read_profile
-from planning.types import DeploymentPlan
+from planning.strategies import Phase, strategy_phases
 from planning.workload import TenantWorkload, Workload
 from training.base_model import BaseModel
 from training.config import BaseModelConfig, TenantConfig
@@ -64,10 +63,10 @@ def propose(request: DeploymentRequest, profile: Profile) -> Candidates:
     return propose_candidates(shape, profile, request.cluster, request.planner, num_adapter_parameters)
 
 
-def deploy(request: DeploymentRequest, candidates: Candidates, histogram: pl.DataFrame) -> DeploymentPlan:
-    """The deployment plan for the tenants' measured lengths."""
+def deploy(request: DeploymentRequest, candidates: Candidates, histogram: pl.DataFrame) -> tuple[Phase, ...]:
+    """The strategy's phases, each with its deployment plan for the tenants' measured lengths."""
     workload = Workload(tuple(_tenant_workload(tenant, histogram) for tenant in request.tenants))
-    return plan_deployment(workload, candidates, request.cluster.num_gpus, request.planner)
+    return strategy_phases(workload, candidates, request.cluster.num_gpus, request.planner)
 
 
 def split_outcomes(

@@ -19,7 +19,9 @@ import torch.distributed as dist
 
 from planning.errors import LobraError
 from planning.step_plan import StepPlan
+from training.checkpoint import CheckpointError
 from training.fleet_spec import (
+    ABANDON_KEY,
     DEATH_KEY,
     FAILURE_KEY,
     HEARTBEAT_KEY,
@@ -30,10 +32,12 @@ from training.fleet_spec import (
     command_key,
     log_path,
     report_key,
+    saved_key,
 )
 from training.processes import connect_store
 
 LOOPBACK = "127.0.0.1"
+SAVE_POLL_SECONDS = 0.02
 POLL_SECONDS = 0.002  # between looks for a report; a look costs 0.05 ms
 FAILURE_POLL_SECONDS = 0.5  # between looks for failures while waiting
 STOP_SECONDS = 5.0
@@ -41,6 +45,10 @@ STOP_SECONDS = 5.0
 
 class FleetError(LobraError):
     """A rank or the agent failed, or did not answer in time."""
+
+
+class FleetTimeoutError(FleetError):
+    """The fleet lives but did not answer in time."""
 
 
 class Fleet:
@@ -61,6 +69,8 @@ class Fleet:
         self._stopping = threading.Event()
         self._number = READY
         self._agent: subprocess.Popen | None = None
+        self.is_ready = False
+        self._num_completed_steps = 0
 
     def launch(self, timeout_seconds: float) -> None:
         """Start the agent and wait until every rank is ready to train."""
@@ -85,6 +95,7 @@ class Fleet:
                 stderr=subprocess.STDOUT,
             )
         self._collect(READY, timeout_seconds, "get ready")
+        self.is_ready = True
 
     def begin_step(self, plan: StepPlan) -> None:
         """Publish one step plan; the ranks start at once."""
@@ -92,12 +103,42 @@ class Fleet:
 
     def finish_step(self) -> list[dict]:
         """Reports of all ranks on the step last begun, in rank order."""
-        return self._collect(self._number, self.spec.step_timeout_seconds, "finish the step")
+        reports = self._collect(self._number, self.spec.step_timeout_seconds, "finish the step")
+        self._num_completed_steps += 1
+        return reports
 
-    def save(self, folder: Path) -> None:
-        """Have replica 0 write canonical adapters and moments below `folder`."""
+    def finish_step_within(self, timeout_seconds: float) -> list[dict] | None:
+        """The running step's reports, or None if it does not end in time."""
+        try:
+            return self._collect(self._number, timeout_seconds, "finish the step")
+        except FleetTimeoutError:
+            return None
+
+    def begin_save(self, folder: Path) -> None:
+        """Have replica 0 snapshot the adapters now and write them below `folder` beside training."""
         self._send({"kind": "save", "folder": str(folder)})
-        self._collect(self._number, self.spec.step_timeout_seconds, "save")
+        self._collect(self._number, self.spec.step_timeout_seconds, "snapshot")
+
+    def abandon_step(self, folder: Path) -> None:
+        """Have replica 0 save the last completed step in the middle of the next one, which nobody will wait for."""
+        request = {"name": folder.name, "folder": str(folder), "completed_steps": self._num_completed_steps}
+        self._store.set(ABANDON_KEY, json.dumps(request))
+
+    def finish_save(self, folder: Path, timeout_seconds: float) -> None:
+        """Wait until the tensors of a begun save are written; for a thread of its own.
+
+        Raises CheckpointError if the disk refused, FleetError if the fleet failed or time ran out.
+        """
+        store = connect_store(LOOPBACK, self._port, self._generation)
+        deadline = time.monotonic() + timeout_seconds
+        while not store.check([saved_key(folder.name)]):
+            if self._stopping.is_set() or time.monotonic() > deadline:
+                raise FleetTimeoutError(f"checkpoint {folder} was not written in time")
+            time.sleep(SAVE_POLL_SECONDS)
+        answer = json.loads(store.get(saved_key(folder.name)))
+        store.delete_key(saved_key(folder.name))
+        if "error" in answer:
+            raise CheckpointError(f"cannot write checkpoint {folder}: {answer['error']}; free disk space and run again")
 
     def stop(self) -> None:
         """End all processes: ask the ranks when they are idle, kill the agent (and with it the ranks) otherwise."""
@@ -142,7 +183,7 @@ class Fleet:
                     look_for_failure = now + FAILURE_POLL_SECONDS
                 if now > deadline:
                     late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                    raise FleetError(
+                    raise FleetTimeoutError(
                         f"ranks {late} did not {what} within {timeout_seconds:.0f} s; last lines of rank {late[0]}'s "
                         f"log:\n{self._last_lines(late[0])}"
                     )

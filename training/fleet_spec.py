@@ -14,6 +14,7 @@ FAILURE_KEY = "failure"  # the first rank that failed says why
 DEATH_KEY = "death"  # the agent says which rank was killed: the cause of its peers' failures
 HEARTBEAT_KEY = "heartbeat"
 SPEC_KEY = "spec"
+ABANDON_KEY = "abandon"  # the running step will not be waited for: save the last completed one
 HEARTBEAT_SECONDS = 1.0
 HEARTBEAT_LOST_SECONDS = 10.0
 READY = 0  # number of the first report, before any command
@@ -47,6 +48,11 @@ def command_key(number: int) -> str:
 
 def report_key(number: int, rank: int) -> str:
     return f"report/{number}/{rank}"
+
+
+def saved_key(name: str) -> str:
+    """Set when the checkpoint folder `name` has its tensors."""
+    return f"saved/{name}"
 
 
 def log_path(log_dir: Path, rank: int) -> Path:

@@ -11,7 +11,7 @@ from data_prep.sampler import step_rows
 from data_prep.token_file import TokenFile
 from planning.dispatch import Dispatcher
 from planning.step_plan import StepPlan, check_plan, step_plan_from
-from planning.types import Candidate, DeploymentPlan, SequenceRef
+from planning.types import Candidate, DeploymentPlan, ParallelConfig, SequenceRef
 from training.config import TenantConfig
 
 
@@ -47,22 +47,26 @@ class StepPlanner:
     def __init__(
         self,
         plan: DeploymentPlan,
-        candidates: Sequence[Candidate],
+        candidates: Mapping[ParallelConfig, Candidate],
         dispatcher: Dispatcher,
         token_files: Mapping[str, TokenFile],
     ) -> None:
+        self.plan = plan
         self.replicas = plan.replicas
-        self.candidates = {candidate.config: candidate for candidate in candidates}
+        self.candidates = candidates
         self.dispatcher = dispatcher
         self.token_files = token_files
 
-    def plan_step(self, step: int, tenants: Sequence[TenantConfig]) -> PlannedStep:
-        """The plan of `step` for the active `tenants`. Raises PlanError if it loses or misplaces a sequence."""
+    def plan_step(self, step: int, sample_step: int, tenants: Sequence[TenantConfig]) -> PlannedStep:
+        """The plan of `step`, which is step `sample_step` of each of the active `tenants`.
+
+        Raises PlanError if it loses or misplaces a sequence.
+        """
         start = time.perf_counter()
         sequences, supervised_tokens = [], {}
         for tenant in tenants:
             tokens = self.token_files[tenant.name]
-            rows = step_rows(tenant.seed, step, tokens.num_rows, tenant.batch_size)
+            rows = step_rows(tenant.seed, sample_step, tokens.num_rows, tenant.batch_size)
             sequences += [SequenceRef(tenant.name, int(row), int(tokens.num_tokens[row])) for row in rows]
             supervised_tokens[tenant.name] = int(tokens.num_supervised_tokens[rows].sum())
         dispatch = self.dispatcher.dispatch(sequences)

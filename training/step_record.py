@@ -1,23 +1,17 @@
 """The record of one step in steps.jsonl: what was predicted, what was measured, what each tenant did and costs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from planning.cost import replica_seconds
 from planning.metrics import imbalance, tenant_shares
-from planning.types import Candidate, Chunk, DeploymentPlan, ParallelConfig
-from training.step_planner import PlannedStep
+from planning.types import Chunk
+from training.step_planner import PlannedStep, StepPlanner
 
 
-def step_record(
-    planned: PlannedStep,
-    reports: Sequence[dict],
-    plan: DeploymentPlan,
-    candidates: Mapping[ParallelConfig, Candidate],
-    gpu_seconds: float,
-) -> dict:
+def step_record(planned: PlannedStep, reports: Sequence[dict], planner: StepPlanner, gpu_seconds: float) -> dict:
     """Combine a step plan with the ranks' reports. `gpu_seconds` is the step's whole bill, idle time included."""
-    replicas = plan.replicas
+    replicas, candidates = planner.replicas, planner.candidates
     chunks: list[tuple[Chunk, ...]] = [()] * len(replicas)
     for wave in planned.plan.waves:
         for job in wave.jobs:
@@ -49,7 +43,7 @@ def step_record(
         "step": planned.plan.step,
         "tenants": tenants,
         "gpu_seconds": gpu_seconds,
-        "measured_seconds": gpu_seconds / plan.num_gpus,
+        "measured_seconds": gpu_seconds / planner.plan.num_gpus,
         "predicted_seconds": max(predicted),
         "lower_bound_seconds": planned.lower_bound_seconds,
         "replica_seconds": busy_seconds,

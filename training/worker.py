@@ -1,8 +1,8 @@
 """One rank of the fleet: builds its stage, then carries out the controller's commands in order.
 
-Commands are `train` (one step plan: forward, backward, sync, update, report), `save` (write canonical tensors below a
-folder) and `stop`. Every rank answers every command with one report. A rank that fails reports why and exits; the agent
-then ends the others.
+Commands are `train` (one step plan: forward, backward, sync, update, report), `save` (snapshot for a checkpoint, see
+`saving`) and `stop`. Every rank answers every command with one report. A rank that fails reports why and exits; the
+agent then ends the others.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from data_prep.collate import collate
 from data_prep.token_file import TokenFile
 from planning.config import Backend
 from planning.step_plan import StepPlan
-from training.adapter_state import CanonicalWriter, load_tenant
+from training.adapter_state import CanonicalWriter, Snapshot, load_tenant, take_snapshot
 from training.adapters import Adapter, initial_tensor
 from training.base_model import read_base_model
 from training.config import TenantConfig
@@ -31,6 +31,7 @@ from training.layout import FleetLayout, Stage
 from training.megatron_model import ReplicaModel, create_replica_groups
 from training.optimiser import JointOptimiser, TenantOptimiser
 from training.processes import connect_store
+from training.saving import BackgroundSaver
 
 NEXT_COMMAND_TIMEOUT = timedelta(days=365)  # the agent ends ranks whose controller is gone
 
@@ -38,7 +39,7 @@ NEXT_COMMAND_TIMEOUT = timedelta(days=365)  # the agent ends ranks whose control
 class Worker:
     """State of one rank: its stage of the model, the tenants' adapters and optimisers."""
 
-    def __init__(self, spec: FleetSpec, rank: int, device: str) -> None:
+    def __init__(self, spec: FleetSpec, rank: int, device: str, saver_store: dist.Store) -> None:
         self.rank = rank
         base = read_base_model(spec.base_model)
         layout = FleetLayout(spec.replicas, base.num_layers)
@@ -50,7 +51,8 @@ class Worker:
         self.model = ReplicaModel(self.stage, groups, adapters, spec.base_model.dtype)
         self.sync = GradientSync(self.stage, adapters)
         self.optimiser = JointOptimiser(self.optimisers, self.stage, control_group)
-        self.writer = CanonicalWriter(self.stage, control_group)
+        self.writer = CanonicalWriter(self.stage, adapters, dist.new_group(backend="gloo"))
+        self.saver = BackgroundSaver(self.writer, self.snapshot, saver_store)
         self.token_files = {name: TokenFile(path) for name, path in spec.token_paths.items()}
 
     def train(self, plan: StepPlan) -> dict:
@@ -70,7 +72,9 @@ class Worker:
         busy_seconds = time.perf_counter() - start
         tenants = sorted(plan.supervised_tokens)
         self.sync(tenants)
-        updates = self.optimiser.step(tenants)
+        with self.saver.lock:
+            updates = self.optimiser.step(tenants)
+            self.saver.completed_steps += 1
         return {
             "replica": replica,
             "busy_seconds": busy_seconds,
@@ -80,8 +84,14 @@ class Worker:
             },
         }
 
+    def snapshot(self) -> Snapshot:
+        """Copies of what this rank owns."""
+        return take_snapshot(self.optimisers, self.stage)
+
     def save(self, folder: Path) -> dict:
-        self.writer.write(folder, self.optimisers)
+        """Snapshot for a checkpoint; replica 0 writes it below `folder` while training goes on."""
+        if self.stage.position.replica.index == 0:
+            self.saver.save(folder.name, folder)
         return {}
 
     def serve(self, store: dist.Store) -> None:
@@ -103,6 +113,7 @@ class Worker:
             case "save":
                 return self.save(Path(command["folder"]))
             case "stop":
+                self.saver.close()
                 return {}
             case unknown:
                 raise ValueError(f"unknown command {unknown!r}")
@@ -141,7 +152,7 @@ def run_rank(host: str, port: int, generation: int, rank: int, local_rank: int) 
         os.dup2(log.fileno(), sys.stderr.fileno())
     try:
         device = join_world(spec, store, rank, local_rank)
-        Worker(spec, rank, device).serve(store)
+        Worker(spec, rank, device, connect_store(host, port, generation)).serve(store)
     except Exception as error:  # noqa: BLE001 - the rim of the process: everything is reported, nothing continues
         traceback.print_exc()
         failure = {"rank": rank, "message": f"rank {rank}: {type(error).__name__}: {error}"}

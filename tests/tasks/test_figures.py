@@ -117,6 +117,19 @@ def test_the_balance_figure_shows_busy_waiting_and_predicted_of_every_replica(st
     assert list(lines["predicted"]) == pytest.approx([0.0] * 4)
 
 
+def test_the_balance_figure_leaves_a_hole_where_a_later_plan_has_fewer_replicas(step_record, tmp_path):
+    records = [step_record(step) for step in range(3)]
+    records[2] |= {"replica_seconds": [0.4], "predicted_replica_seconds": [0.4]}
+
+    replicas, imbalance = balance_figure(records, tmp_path / "balance.png").axes
+
+    waiting, busy, _ = (patch.get_data().values for patch in replicas.patches[3:])
+    assert list(busy) == pytest.approx([0.6, 0.6, float("nan")], nan_ok=True)
+    assert list(waiting) == pytest.approx([0.9, 0.9, float("nan")], nan_ok=True)
+    measured = next(line for line in imbalance.lines if line.get_label() == "measured")
+    assert list(measured.get_ydata()) == pytest.approx([0.2, 0.2, 0.0])
+
+
 def test_the_padding_figure_weighs_steps_by_their_computed_tokens(step_record, tmp_path):
     records = [step_record(0) | {"num_tokens": 50, "num_computed_tokens": 100}]
     records += [step_record(1) | {"num_tokens": 900, "num_computed_tokens": 900}]

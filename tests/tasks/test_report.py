@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from planning.config import Strategy
-from planning.plan_file import plan_to_dict
+from planning.phase_file import phases_to_dict
+from planning.strategies import Phase
 from planning.types import DeploymentPlan, ParallelConfig, PrunedConfig, ReplicaGroup
 from tasks.figures import padding_figure
 from tasks.report import write_report
@@ -62,7 +63,7 @@ def page(step_record, journal, tmp_path: Path) -> Page:
     records = journal(
         launch,
         *(step_record(step, tenants=("chat", EVIL)) for step in range(4)),
-        {"event": "quarantine", "step": 3, "time": 1.7e9, "tenant": EVIL},
+        {"event": "quarantined", "step": 3, "time": 1.7e9, "tenant": EVIL},
         {"event": "abort", "step": 3, "time": 1.7e9, "reason": "rank 1 was killed", "overhead_gpu_seconds": 1.0},
         launch,
         *checkpoints,
@@ -77,6 +78,7 @@ def page(step_record, journal, tmp_path: Path) -> Page:
         pruned=(PrunedConfig(ParallelConfig(4, 1), "tp 4 does not divide 2 kv heads"),),
         alternatives=(),
     )
+    phases = (Phase(("chat", EVIL), plan),)
     outcomes = {
         "chat": TenantOutcome("finished", "run/adapters/chat", "", ProbeResult(0.1, 2e-7)),
         EVIL: TenantOutcome("quarantined", None, "3 non-finite updates in a row"),
@@ -87,10 +89,10 @@ def page(step_record, journal, tmp_path: Path) -> Page:
         {"tenant": "left", "failure": "tenant 'left': no row is left"},
     ]
     write_json(folder.config, {"name": "nightly", "planner": {}, "base_model": {"path": "models/base"}})
-    write_json(folder.plan, plan_to_dict(plan))
+    write_json(folder.plan, phases_to_dict(phases))
     write_json(folder.prepared, {"schema_version": 1, "tenants": data})
     padding_figure([record for record in records if record["event"] == "step"], folder.figures / "padding.png")
-    summary = summarise(RunResults(Strategy.LOBRA, plan, (), outcomes, read_journal(folder.steps)))
+    summary = summarise(RunResults(Strategy.LOBRA, phases, (), outcomes, read_journal(folder.steps)))
     return Page(write_report(json.loads(json.dumps(summary)), folder).read_text())
 
 
@@ -108,7 +110,7 @@ def test_rejects_pruned_configurations_and_events_are_listed(page: Page) -> None
     assert page.row("<4,1>")[1] == "tp 4 does not divide 2 kv heads"
     events = [row for row in page.rows if row and row[0].startswith("2023-")]
     names = [row[1] for row in events]
-    assert names == ["launch", "quarantine", "abort", "launch", *["checkpoint"] * 3]
+    assert names == ["launch", "quarantined", "abort", "launch", *["checkpoint"] * 3]
     assert events[2][2:] == ["3", "1", "rank 1 was killed"]
 
 

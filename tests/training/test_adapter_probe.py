@@ -40,17 +40,16 @@ def exported(base_model_folder: Callable[[str], Path], tmp_path: Path) -> Callab
         config = BaseModelConfig(path=base_model_folder(architecture))
         base = read_base_model(config)
 
-        def write(folder: Path) -> None:
-            for seed, own in enumerate(TENANTS):
-                generator = torch.Generator().manual_seed(seed)
-                tensors = {
-                    key.peft_name: torch.randn(tensor_place(base, own.adapter, key).shape, generator=generator) * 0.05
-                    for key in tensor_keys(own.adapter, range(base.num_layers))
-                }
-                save_file(tensors, adapter_file(folder, folder_name(own.name)))
-
         store = CheckpointStore(tmp_path / architecture, 2)
-        store.save({"step": 1, "tenants": {}}, write)
+        partial = store.begin(1)
+        for seed, own in enumerate(TENANTS):
+            generator = torch.Generator().manual_seed(seed)
+            tensors = {
+                key.peft_name: torch.randn(tensor_place(base, own.adapter, key).shape, generator=generator) * 0.05
+                for key in tensor_keys(own.adapter, range(base.num_layers))
+            }
+            save_file(tensors, adapter_file(partial, folder_name(own.name)))
+        store.commit(partial, {"step": 1, "tenants": {}})
         checkpoint = store.latest()
         items = []
         for own in TENANTS:

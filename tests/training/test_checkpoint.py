@@ -1,6 +1,7 @@
 """Checkpoints are whole or absent."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,18 +9,17 @@ import pytest
 from training.checkpoint import CheckpointError, CheckpointStore, read_checkpoint
 
 
-def write_tensors(content: bytes):
-    def write(folder: Path) -> None:
-        (folder / "adapters" / "a.safetensors").write_bytes(content)
-        (folder / "optimiser" / "a.safetensors").write_bytes(content)
-
-    return write
+def save(store: CheckpointStore, step: int) -> None:
+    partial = store.begin(step)
+    for name in ("adapters", "optimiser"):
+        (partial / name / "a.safetensors").write_bytes(str(step).encode())
+    store.commit(partial, {"step": step, "tenants": {}})
 
 
 def save_steps(root: Path, *steps: int, keep: int = 2) -> CheckpointStore:
     store = CheckpointStore(root, keep)
     for step in steps:
-        store.save({"step": step, "tenants": {}}, write_tensors(str(step).encode()))
+        save(store, step)
     return store
 
 
@@ -48,15 +48,15 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(tmp_path: P
     assert reported == ["step-00000010"]
 
 
-def test_a_write_that_fails_leaves_older_checkpoints_and_nothing_partial(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_older_checkpoints_and_nothing_partial(tmp_path: Path, monkeypatch) -> None:
     store = save_steps(tmp_path, 5)
 
-    def full_disk(folder: Path) -> None:
-        (folder / "adapters" / "a.safetensors").write_bytes(b"half")
+    def full_disk(_descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
+    monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(CheckpointError, match=r"No space left.*free disk space"):
-        store.save({"step": 10, "tenants": {}}, full_disk)
+        save(store, 10)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
     assert store.latest().step == 5
 
@@ -65,7 +65,7 @@ def test_a_partial_folder_of_a_killed_writer_is_never_read(tmp_path: Path) -> No
     store = save_steps(tmp_path, 5)
     (tmp_path / "step-00000010.partial" / "adapters").mkdir(parents=True)
     assert store.latest().step == 5
-    store.save({"step": 10, "tenants": {}}, write_tensors(b"10"))
+    save(store, 10)
     assert store.latest().step == 10
 
 

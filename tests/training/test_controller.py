@@ -1,8 +1,10 @@
 """Joint training through the real fleet: agent, ranks, store, checkpoints. The unbroken run is the oracle."""
 
+import _thread
 import dataclasses
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +13,17 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
-from planning.config import ClusterConfig, PlannerConfig
+from planning.config import Batching, ClusterConfig, PlannerConfig
+from planning.strategies import Phase
 from planning.types import Candidate, DeploymentPlan, ParallelConfig, ReplicaGroup
+from training import controller
 from training.checkpoint import CheckpointStore
 from training.config import AdapterConfig, BaseModelConfig, TenantConfig, TrainingConfig
-from training.controller import TenantFailedError, TrainingFiles, TrainingRequest, TrainingResult, train
+from training.controller import BudgetSpentError, TenantFailedError, train
 from training.fleet import FleetError
 from training.journal import effective_steps, overhead_gpu_seconds, read_journal
 from training.progress import TenantStatus
+from training.request import TrainingFiles, TrainingRequest, TrainingResult
 
 SMALL, WIDE = ParallelConfig(1, 1), ParallelConfig(2, 1)
 CANDIDATES = (Candidate(SMALL, 64, 1e-3, 1e-5, 0.0), Candidate(WIDE, 160, 1e-3, 7e-6, 0.0))
@@ -64,11 +69,13 @@ def make_request(base_model_folder: Callable[[str], Path], token_path: Callable[
         tenants = tenants or (tenant("short/words", 1, NUM_STEPS), tenant("long texts", 2, NUM_STEPS - 3))
         lengths = {0: [12, 20, 33, 9, 25, 40, 17], 1: [60, 100, 130, 75, 150, 90]}
         return TrainingRequest(
-            files=TrainingFiles(root / "checkpoints", root / "steps.jsonl", root / "plans.jsonl", root / "logs"),
+            files=TrainingFiles(
+                root / "checkpoints", root / "steps.jsonl", root / "plans.jsonl", root / "logs", root / "control.json"
+            ),
             base_model=BaseModelConfig(path=base_model_folder("llama")),
             tenants=tenants,
             token_paths={t.name: token_path(root, f"tenant{i}", lengths[i], seed=i) for i, t in enumerate(tenants)},
-            plan=PLAN,
+            phases=(Phase(tuple(t.name for t in tenants), PLAN),),
             candidates=CANDIDATES,
             cluster=ClusterConfig(num_gpus=4),
             planner=PlannerConfig(num_buckets=4),
@@ -98,10 +105,12 @@ def assert_no_process_left(processes: list[psutil.Process]) -> None:
 
 
 def at_step(step: int, act: Callable[[], None]) -> Callable[[dict], None]:
-    """An observer that acts once, when a step's record arrives."""
+    """An observer that acts once, when a step's record arrives for the first time."""
+    acted = []
 
     def observe(record: dict) -> None:
-        if record["event"] == "step" and record["step"] == step:
+        if record["event"] == "step" and record["step"] == step and not acted:
+            acted.append(step)
             act()
 
     return observe
@@ -133,41 +142,114 @@ def test_a_finished_tenant_leaves_the_batch_and_the_others_go_on(unbroken) -> No
     assert losses[-1] < losses[0]
 
 
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("step", [1, 4])
-def test_a_run_stopped_at_any_step_resumes_to_the_same_adapters_bit_for_bit(step: int, unbroken, make_request) -> None:
+def test_an_interrupted_run_keeps_its_last_step_and_resumes_to_the_same_adapters_bit_for_bit(
+    step: int, unbroken, make_request
+) -> None:
     whole_request, whole = unbroken
     request = make_request("stopped")
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
         train(request, at_step(step, interrupt))
     assert_no_process_left(fleet_processes())
-    resumed = train(request)
-    assert adapters(resumed) == adapters(whole)
+    assert CheckpointStore(request.files.checkpoints, 2).latest().step == step + 1
+    assert adapters(train(request)) == adapters(whole)
     plans = [[(r["step"], r["plan"]) for r in read_journal(x.files.plans)] for x in (request, whole_request)]
     assert plans[0] == plans[1]
 
 
+def test_a_step_that_hangs_is_abandoned_and_the_one_before_is_checkpointed(unbroken, make_request, monkeypatch) -> None:
+    monkeypatch.setattr(controller, "ABANDON_SECONDS", 1.0)
+    request = make_request("hung")
+    stopped_at = []
+
+    def hang() -> None:
+        last_rank = max(fleet_processes(), key=lambda p: p.pid)  # forked last: the small replica
+        last_rank.suspend()
+        stopped_at.append(time.monotonic())
+        threading.Timer(1.0, _thread.interrupt_main).start()
+
+    with pytest.raises(KeyboardInterrupt):
+        train(request, at_step(1, hang))
+    assert time.monotonic() - stopped_at[0] < 15
+    assert_no_process_left(fleet_processes())
+    assert CheckpointStore(request.files.checkpoints, 2).latest().step == 2
+    assert adapters(train(request)) == adapters(unbroken[1])
+
+
+def kill(victim: str) -> None:
+    agent = next(p for p in fleet_processes() if p.ppid() == os.getpid())
+    target = agent if victim == "agent" else next(p for p in fleet_processes() if p.ppid() == agent.pid)
+    target.send_signal(signal.SIGKILL)
+
+
 @pytest.mark.parametrize("victim", ["rank", "agent"])
-def test_a_killed_process_is_named_and_the_run_resumes_to_the_same_adapters(
-    victim: str, unbroken, make_request
-) -> None:
-    request = make_request("killed")
+def test_a_killed_process_restarts_the_fleet_and_changes_no_adapter(victim: str, unbroken, make_request) -> None:
+    request = make_request("restarted")
     processes: list[psutil.Process] = []
 
-    def kill() -> None:
+    def act() -> None:
         processes.extend(fleet_processes())
-        agent = next(p for p in processes if p.ppid() == os.getpid())
-        target = agent if victim == "agent" else next(p for p in processes if p.ppid() == agent.pid)
-        target.send_signal(signal.SIGKILL)
+        kill(victim)
 
-    with pytest.raises(FleetError, match=r"rank \d was killed by SIGKILL" if victim == "rank" else "agent ended"):
-        train(request, at_step(4, kill))
+    result = train(request, at_step(4, act))
     assert len(processes) == 4
     assert_no_process_left(processes)
+    assert adapters(result) == adapters(unbroken[1])
+    restarts = [record for record in read_journal(request.files.steps) if record["event"] == "restart"]
+    assert len(restarts) == 1
+    assert ("was killed by SIGKILL" if victim == "rank" else "agent ended") in restarts[0]["reason"]
+
+
+def test_a_killed_rank_ends_a_run_that_may_not_restart_and_a_rerun_resumes(unbroken, make_request) -> None:
+    request = make_request("killed", max_restarts=0)
+    with pytest.raises(FleetError, match=r"rank \d was killed by SIGKILL"):
+        train(request, at_step(4, lambda: kill("rank")))
+    assert_no_process_left(fleet_processes())
     assert adapters(train(request)) == adapters(unbroken[1])
+
+
+def test_a_tenant_is_taken_out_by_the_control_file_and_the_others_go_on(make_request) -> None:
+    request = make_request("cancelled")
+    ask = lambda: request.files.control.write_text('{"cancel": ["long texts"]}')  # noqa: E731
+    result = train(request, at_step(1, ask))
+    assert result.tenants["long texts"].status is TenantStatus.CANCELLED
+    assert result.tenants["short/words"].status is TenantStatus.FINISHED
+    steps = effective_steps(read_journal(request.files.steps))
+    assert [len(step["tenants"]) for step in steps] == [2] * 2 + [1] * (NUM_STEPS - 2)
+
+
+def test_a_spent_budget_stops_the_run_with_a_checkpoint(make_request) -> None:
+    request = make_request("budget", max_gpu_seconds=1e-3)
+    with pytest.raises(BudgetSpentError, match=r"max_gpu_seconds 0\.001 is spent after step 1"):
+        train(request)
+    assert CheckpointStore(request.files.checkpoints, 2).latest().step == 1
+
+
+@pytest.mark.parametrize("batching", [Batching.PADDED, Batching.PACKED])
+def test_one_tenant_after_the_other_on_plans_of_their_own_gives_the_adapters_of_the_joint_run(
+    batching: Batching, unbroken, make_request
+) -> None:
+    joint, result = unbroken
+    other = dataclasses.replace(PLAN, groups=(ReplicaGroup(WIDE, 1),))
+    phases = (Phase(("short/words",), PLAN), Phase(("long texts",), other))
+    planner = PlannerConfig(strategy="task_sequential", batching=batching, num_buckets=4)
+    request = dataclasses.replace(make_request("sequential"), phases=phases, planner=planner)
+    sequential = train(request)
+    records = read_journal(request.files.steps)
+    assert [r["event"] for r in records if r["event"] in ("launch", "stop")] == ["launch", "stop"] * 2
+    assert len(effective_steps(records)) == sum(t.steps for t in joint.tenants)
+    assert_same_adapters(sequential, result)
+
+
+def assert_same_adapters(got: TrainingResult, want: TrainingResult) -> None:
+    """Within the numerics contract: 2e-2 x learning rate."""
+    for wanted in (want.checkpoint.folder / "adapters").iterdir():
+        tensors = load_file(got.checkpoint.folder / "adapters" / wanted.name)
+        assert max(abs(tensors[key] - value).max() for key, value in load_file(wanted).items()) <= 2e-2 * 2e-3
 
 
 def test_a_diverging_tenant_is_quarantined_and_the_other_trains_as_if_alone(make_request) -> None:
@@ -190,20 +272,8 @@ def test_a_diverging_tenant_ends_the_run_when_tenants_may_not_fail(make_request)
 
 def test_a_checkpoint_of_one_layout_continues_on_another(unbroken, make_request) -> None:
     request = make_request("moved")
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        train(request, at_step(5, interrupt))
-    assert CheckpointStore(request.files.checkpoints, 2).latest().step == 3
+        train(request, at_step(4, interrupt))
     elsewhere = dataclasses.replace(PLAN, groups=(ReplicaGroup(WIDE, 1),))
-    request.files.plans.unlink()
-    moved = train(dataclasses.replace(request, plan=elsewhere))
-    for name, content in adapters(unbroken[1]).items():
-        want, got = (
-            load_file(unbroken[1].checkpoint.folder / "adapters" / name),
-            load_file(moved.checkpoint.folder / "adapters" / name),
-        )
-        assert content
-        assert max(abs(got[key] - want[key]).max() for key in want) <= 2e-2 * 2e-3
+    phase = dataclasses.replace(request.phases[0], plan=elsewhere)
+    assert_same_adapters(train(dataclasses.replace(request, phases=(phase,))), unbroken[1])

@@ -184,7 +184,7 @@ def peft_alone(
 
 def joint_adapters(spec: FleetSpec, plans: list[StepPlan]) -> Callable[[int], dict]:
     def on_rank(rank: int) -> dict:
-        worker = Worker(spec, rank, "cpu")
+        worker = make_worker(spec, rank)
         losses: dict[str, list[float]] = {}
         for plan in plans:
             report = worker.train(plan)
@@ -192,8 +192,8 @@ def joint_adapters(spec: FleetSpec, plans: list[StepPlan]) -> Callable[[int], di
                 losses.setdefault(name, []).append((plan.step, loss))
         collected = {}
         if worker.stage.position.replica.index == 0:
-            for name, optimiser in worker.optimisers.items():
-                tensors = worker.writer.collect(optimiser)
+            for name, owned in worker.snapshot().items():
+                tensors = worker.writer.collect(name, owned)
                 if tensors is not None:
                     collected[name] = {k.peft_name: v.numpy() for (k, kind), v in tensors.items() if kind == "weight"}
         return {"losses": losses, "adapters": collected}
@@ -218,7 +218,7 @@ def test_gradients_on_unequal_replicas_equal_peft(architecture, base_model_folde
     values = {t.name: start_values(folder, t, 0.05) for t in TENANTS}
 
     def on_rank(rank: int) -> list[dict]:
-        worker = Worker(spec, rank, "cpu")
+        worker = make_worker(spec, rank)
         return [gradients_of(worker, values, plan) for plan in plans]
 
     ranks = run_ranks(spec.world_size, on_rank)
@@ -319,7 +319,7 @@ def test_one_tenants_nan_changes_nothing_for_the_others(base_model_folder, token
     plans = step_plans(token_paths, 2, 4)
 
     def poisoned(rank: int) -> dict:
-        worker = Worker(spec, rank, "cpu")
+        worker = make_worker(spec, rank)
         skips = []
         for plan in plans:
             if plan.step == 2:  # bert's weights overflow from here on, on every rank
@@ -329,7 +329,7 @@ def test_one_tenants_nan_changes_nothing_for_the_others(base_model_folder, token
         return {"skips": skips, "adapters": local_state(worker)}
 
     def healthy(rank: int) -> dict:
-        worker = Worker(spec, rank, "cpu")
+        worker = make_worker(spec, rank)
         for plan in plans:
             worker.train(plan)
         return {"adapters": local_state(worker)}
@@ -339,6 +339,11 @@ def test_one_tenants_nan_changes_nothing_for_the_others(base_model_folder, token
         for (name, key), value in good["adapters"].items():
             if name != "bert":
                 assert np.array_equal(bad["adapters"][name, key], value), (name, key)
+
+
+def make_worker(spec: FleetSpec, rank: int) -> Worker:
+    """A worker on its own; no controller will ask its saver for anything."""
+    return Worker(spec, rank, "cpu", torch.distributed.HashStore())
 
 
 def local_state(worker: Worker) -> dict:
@@ -359,7 +364,7 @@ def test_planted_faults_break_the_gradients(base_model_folder, token_paths, run_
     )[0]
 
     def error() -> float:
-        ranks = run_ranks(spec.world_size, lambda rank: gradients_of(Worker(spec, rank, "cpu"), values, plan))
+        ranks = run_ranks(spec.world_size, lambda rank: gradients_of(make_worker(spec, rank), values, plan))
         return worst_gradient_error(ranks, wanted, FleetLayout(spec.replicas, 4), folder)
 
     with monkeypatch.context() as no_all_reduce:

@@ -17,7 +17,7 @@ from data_prep.token_file import TokenFile
 from planning.config import Backend
 from planning.types import Chunk, ParallelConfig, Replica, SequenceRef
 from training.adapters import TensorKey
-from training.checkpoint import Checkpoint, CheckpointStore, adapter_file
+from training.checkpoint import Checkpoint, CheckpointStore, adapter_file, read_checkpoint
 from training.config import ALL_TARGETS, AdapterConfig, BaseModelConfig, TenantConfig
 from training.fleet_spec import FleetSpec
 from training.peft_export import ExportError, export_adapter
@@ -36,26 +36,24 @@ def random_checkpoint(run_ranks, spec: FleetSpec, root: Path) -> Checkpoint:
     """A checkpoint whose adapter is random, saved by the ranks themselves."""
 
     def save(rank: int) -> None:
-        worker = Worker(spec, rank, "cpu")
+        worker = Worker(spec, rank, "cpu", torch.distributed.HashStore())
         adapter = worker.optimisers[TENANT.name].adapter
         for key, parameter in adapter.parameters.items():
             place = adapter.place(key)
             full = torch.randn(place.shape, generator=torch.Generator().manual_seed(seed_of(key))) * 0.1
             parameter.data.copy_(place.to_local(full, worker.stage.tp, worker.stage.tp_rank))
-        worker.save(root / "partial")
+        worker.writer.write(root / "partial", worker.snapshot())
 
     for name in ("adapters", "optimiser"):
         (root / "partial" / name).mkdir(parents=True, exist_ok=True)
     run_ranks(spec.world_size, save)
 
-    def move(folder: Path) -> None:
-        for name in ("adapters", "optimiser"):
-            for file in (root / "partial" / name).iterdir():
-                file.rename(folder / name / file.name)
-
     store = CheckpointStore(root / "checkpoints", 2)
-    store.save({"step": 1, "tenants": {}}, move)
-    return store.latest()
+    folder = store.begin(1)
+    for name in ("adapters", "optimiser"):
+        for file in (root / "partial" / name).iterdir():
+            file.rename(folder / name / file.name)
+    return read_checkpoint(store.commit(folder, {"step": 1}))
 
 
 def seed_of(key: TensorKey) -> int:
@@ -98,7 +96,7 @@ def test_exported_adapter_gives_the_logits_of_the_fleet(
     chunk = Chunk((SequenceRef(TENANT.name, 0, 40),), 44)
 
     def fleet_logits(rank: int) -> np.ndarray:
-        worker = Worker(elsewhere, rank, "cpu")
+        worker = Worker(elsewhere, rank, "cpu", torch.distributed.HashStore())
         logits = worker.model.logits(collate(chunk, worker.token_files, {TENANT.name: 1.0}))
         return logits[0, :40].numpy()
 
@@ -133,11 +131,9 @@ def checkpoint(tmp_path: Path) -> Callable[[dict[str, torch.Tensor]], Checkpoint
 
     def build(tensors: dict[str, torch.Tensor]) -> Checkpoint:
         store = CheckpointStore(tmp_path / "checkpoints", 2)
-        store.save(
-            {"step": 1, "tenants": {}},
-            lambda folder: save_file(tensors, adapter_file(folder, folder_name(TENANT.name))),
-        )
-        return store.latest()
+        folder = store.begin(1)
+        save_file(tensors, adapter_file(folder, folder_name(TENANT.name)))
+        return read_checkpoint(store.commit(folder, {"step": 1}))
 
     return build
 
