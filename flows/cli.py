@@ -1,6 +1,6 @@
 """The command line `lobra`. Exit codes: 0 done, 1 failed, 2 bad input.
 
-Prefect, MLflow and torch are imported by the commands that need them alone: `run` and `track`.
+Prefect, MLflow and torch are imported by the commands that need them alone: `run`, `compare`, `track`.
 """
 
 import json
@@ -56,6 +56,35 @@ def run(
     console.print(f"Compare in MLflow: mlflow ui --backend-store-uri {config.tracking.mlflow_uri}", soft_wrap=True)
     if any(tenant["status"] != "finished" for tenant in summary["tenants"].values()):
         raise typer.Exit(1)
+
+
+@app.command()
+def compare(
+    run_file: RunFile,
+    strategies: Annotated[
+        str, typer.Option(help="Two or more of strategy[:batching[:bucket rule]], separated by commas")
+    ] = "lobra,task_fused",
+    run_dir: Annotated[Path | None, typer.Option(help="Folder of the runs; default runs/<name>-compare")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Train anew; old folders are kept, renamed")] = False,
+) -> None:
+    """Train the same tenants under several strategies and compare cost, losses and adapters."""
+    from flows.config import read_run_file
+    from flows.report import comparison_tables
+    from flows.validation import check_run
+    from tasks.comparison import read_variants
+
+    config = read_run_file(run_file)
+    variants = strategies.split(",")
+    read_variants(variants, config.planner)
+    check_run(config, run_file)
+    folder = run_dir or Path("runs") / f"{config.name}-compare"
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
+    from flows.compare import compare as compare_strategies
+
+    comparison = compare_strategies(run=config, strategies=variants, run_dir=folder, fresh=fresh)
+    for table in comparison_tables(comparison):
+        console.print(table)
+    console.print(f"Table and figure: {folder}/comparison.md, {folder}/comparison.png", soft_wrap=True)
 
 
 @app.command()

@@ -7,6 +7,7 @@ from rich.table import Column, Table
 
 from flows.preview import Preview
 from planning.types import DeploymentPlan
+from tasks.comparison import adapters_line, table_cells
 from tasks.disk import shown_bytes
 from tasks.gc import Removal
 from tasks.summary import shown
@@ -59,6 +60,15 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         where = tenant["adapter_path"] or tenant["reason"]
         table.add_row(name, tenant["status"], losses, str(tenant["tokens"]), cost, where)
     return table
+
+
+def comparison_tables(comparison: Mapping[str, Any]) -> list[Table | str]:
+    """A comparison: a row per variant, and whether the adapters are the same."""
+    headings, cells = table_cells(comparison)
+    table = Table(*(Column(heading, overflow="fold") for heading in headings), title=f"{comparison['name']} compared")
+    for line in cells:
+        table.add_row(*line)
+    return [table, adapters_line(comparison)]
 
 
 def removal_tables(removals: Sequence[Removal], dry_run: bool) -> list[Table | str]:

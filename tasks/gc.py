@@ -30,6 +30,7 @@ class Kind(StrEnum):
 
     RUN = "run"
     SET_ASIDE = "set aside"
+    COMPARISON = "comparison"
     CACHE_ENTRY = "token files"
     PREVIEW = "preview"
     LEFT_OVER = "left over"
@@ -67,7 +68,7 @@ def collect_garbage(request: GcRequest) -> list[Removal]:
             removals.append(removal)
         else:
             kept.append(folder)
-    for removal in _old_cache_entries(kept, request):
+    for removal in (*_old_comparisons(kept, request), *_old_cache_entries(kept, request)):
         if _remove(removal, request.dry_run):
             removals.append(removal)
     return removals
@@ -96,6 +97,14 @@ def _old_run(path: Path, request: GcRequest) -> Removal | None:
     if age_days < request.keep_days or not may_go or is_locked(path):
         return None
     return Removal(path, Kind.SET_ASIDE if is_set_aside else Kind.RUN, folder_bytes(path), age_days)
+
+
+def _old_comparisons(kept: list[Path], request: GcRequest) -> Iterator[Removal]:
+    """Tables and figures of comparisons whose runs are all gone."""
+    used = {path.parent for path in kept}
+    for path in _subfolders(request.runs):
+        if (path / "comparison.json").is_file() and path not in used and _age_days(path) >= request.keep_days:
+            yield Removal(path, Kind.COMPARISON, folder_bytes(path), _age_days(path))
 
 
 def _old_cache_entries(kept: list[Path], request: GcRequest) -> Iterator[Removal]:
@@ -145,6 +154,6 @@ def _subfolders(folder: Path) -> list[Path]:
 
 
 def _age_days(folder: Path) -> float:
-    """Days since anything directly in the folder changed, but for the lock, which a mere look at the run changes."""
-    times = [path.lstat().st_mtime for path in folder.iterdir() if path.name != LOCK]
+    """Days since a file directly in the folder changed, but for the lock, which a mere look at the run changes."""
+    times = [path.lstat().st_mtime for path in folder.iterdir() if path.name != LOCK and not path.is_dir()]
     return (time.time() - max(times, default=folder.stat().st_mtime)) / SECONDS_PER_DAY

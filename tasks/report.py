@@ -15,8 +15,8 @@ from planning.phase_file import phases_from_dict
 from planning.strategies import Phase
 from tasks.figure_style import short_number
 from tasks.run_folder import RunFolder, read_json
-from tasks.summary import NUM_LOSS_STEPS, mean, shown
-from training.journal import effective_steps, read_journal
+from tasks.summary import NUM_LOSS_STEPS, shown
+from training.journal import read_journal
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 NUM_SHOWN_CHECKPOINTS = 3
@@ -47,7 +47,6 @@ def write_report(summary: Mapping[str, Any], folder: RunFolder) -> Path:
     config = read_json(folder.config)
     phases = phases_from_dict(read_json(folder.plan))
     records = read_journal(folder.steps)
-    steps = effective_steps(records)
     tenants = [_tenant(name, totals, phases, summary) for name, totals in summary["tenants"].items()]
     content = (
         _environment()
@@ -62,7 +61,6 @@ def write_report(summary: Mapping[str, Any], folder: RunFolder) -> Path:
             num_finished=sum(tenant["status"] == "finished" for tenant in tenants),
             num_tokens=sum(tenant["tokens"] for tenant in tenants),
             estimate=sum(tenant["estimate"] for tenant in tenants),
-            imbalance=mean([step["imbalance"] for step in steps]),
             figures=_figures(folder),
             data=read_json(folder.prepared)["tenants"],
             pruned=phases[0].plan.pruned,

@@ -59,7 +59,8 @@ def summarise(results: RunResults) -> dict[str, Any]:
         "overhead_gpu_seconds": overhead_gpu_seconds(results.records),
         "predicted_step_seconds": mean([step["predicted_seconds"] for step in steps]),
         "measured_step_seconds": mean([step["measured_seconds"] for step in steps]),
-        "padding_ratio": mean([step["padding_ratio"] for step in steps]),
+        "padding_ratio": padding_ratio(steps),
+        "imbalance": mean([step["imbalance"] for step in steps]),
         "dispatch_milliseconds": mean([step["dispatch_milliseconds"] for step in steps]),
         "tenants": {
             name: {
@@ -88,6 +89,12 @@ def tenant_totals(steps: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
         "first_loss": mean(losses[:NUM_LOSS_STEPS]),
         "last_loss": mean(losses[-NUM_LOSS_STEPS:]),
     }
+
+
+def padding_ratio(steps: Sequence[dict[str, Any]]) -> float | None:
+    """Padding tokens / computed tokens of all steps together."""
+    num_computed = sum(step["num_computed_tokens"] for step in steps)
+    return 1.0 - sum(step["num_tokens"] for step in steps) / num_computed if num_computed else None
 
 
 def skipped(reason: str) -> TenantOutcome:

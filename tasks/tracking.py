@@ -128,7 +128,8 @@ class Tracker:
 
     def register_adapter(self, tenant: str, artifact_path: str, tags: Mapping[str, str]) -> None:
         """Make the files logged at `artifact_path` of a tenant's run the newest version of its registered model."""
-        self._send_item(partial(self._register, tenant, artifact_path, tags))
+        if self._config.register_adapters:
+            self._send_item(partial(self._register, tenant, artifact_path, tags))
 
     def _run(self, tenant: str | None) -> TrackedRun:
         run = self._runs.parent if tenant is None else self._runs.tenants[tenant]
@@ -165,7 +166,7 @@ class Tracker:
                 return TrackedRun(self._store.create_run(spec))
             return run
 
-        spec = RunSpec(identity.run_name, identity.params, tags | {"kind": "joint"})
+        spec = RunSpec(identity.run_name, identity.params, tags | {"kind": "joint"}, self._config.parent_run_id)
         parent = self._runs.parent = opened(self._runs.parent, spec)
         specs = {parent.run_id: spec}
         self._runs.write(self._runs_path)

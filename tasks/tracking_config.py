@@ -19,6 +19,8 @@ class TrackingConfig(Section):
     )
     experiment: Annotated[str, Field(min_length=1, title="MLflow experiment")] = "lobra"
     enabled: Annotated[bool, Field(title="Track the run in MLflow")] = True
+    register_adapters: Annotated[bool, Field(title="Register adapters that passed their probe")] = True
+    parent_run_id: Annotated[str | None, Field(title="MLflow run that this run is nested in")] = None
     registry_alias: Annotated[
         str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,99}$", title="Alias of a tenant's newest good adapter")
     ] = "champion"

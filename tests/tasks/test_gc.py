@@ -81,6 +81,20 @@ def test_old_finished_and_set_aside_runs_go_and_young_or_unfinished_ones_stay(ru
     assert collect(runs, unfinished=True) == [("unfinished", Kind.RUN)]
 
 
+def test_a_comparison_goes_when_its_last_run_has_gone(runs: Path, make_run) -> None:
+    make_run("both-compare/lobra-padded", 9)
+    make_run("both-compare/task_fused-padded", 1)
+    make_run("gone-compare/lobra-padded", 9)
+    for name in ("both-compare", "gone-compare"):
+        write_json(runs / name / "comparison.json", {})
+        then = time.time() - 9 * 86400
+        os.utime(runs / name / "comparison.json", (then, then))
+
+    assert collect(runs)[-1] == ("gone-compare", Kind.COMPARISON)
+    assert (runs / "both-compare" / "comparison.json").exists()
+    assert not (runs / "gone-compare").exists()
+
+
 def test_a_locked_run_stays_with_its_token_files(runs: Path, make_run, make_entry) -> None:
     held = make_run("held", 100, keys="a")
     make_entry("a", 100)
