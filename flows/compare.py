@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow, task
-from prefect.artifacts import create_image_artifact, create_markdown_artifact
+from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
@@ -30,8 +30,8 @@ from tasks.comparison import (
 from tasks.comparison_figure import comparison_figure
 from tasks.comparison_tracking import ComparisonTracker
 from tasks.mlflow_store import RunSpec
-from tasks.publish import image_uri
 from tasks.run_folder import RunFolder, changed_keys, read_json, write_json
+from tasks.run_page import figure_markdown
 from training.adapter_difference import adapter_difference, read_exported
 from training.base_model import BaseModel
 
@@ -124,7 +124,7 @@ def publish_comparison(comparison: dict[str, Any], folder: Path) -> list[Path]:
     comparison_figure(comparison, figure)
     text = comparison_markdown(comparison)
     table.write_text(text, encoding="utf-8")
-    create_markdown_artifact(text, key="comparison", description="Strategies compared")
-    create_image_artifact(image_uri(figure), key="comparison-figure", description="GPU seconds by strategy")
+    picture = figure_markdown(figure, "GPU seconds by strategy")
+    create_markdown_artifact(f"{text}\n{picture}", key="comparison", description="Strategies compared")
     write_json(numbers, comparison)
     return [figure, table, numbers]

@@ -1,6 +1,5 @@
 """Prefect task that ends a run: PEFT folders, figures, summary.json, and all of it in MLflow."""
 
-import base64
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +9,6 @@ from typing import Any
 import polars as pl
 from prefect import task
 from prefect.artifacts import (
-    create_image_artifact,
     create_link_artifact,
     create_markdown_artifact,
     create_table_artifact,
@@ -26,6 +24,7 @@ from tasks.figures import balance_figure, gpu_seconds_figure, loss_figure, paddi
 from tasks.length_figure import histogram_figure
 from tasks.report import write_report
 from tasks.run_folder import RunFolder, write_json
+from tasks.run_page import figure_markdown
 from tasks.send import send_results
 from tasks.summary import FAILED, RunResults, TenantOutcome, result_rows, skipped, summarise, summary_markdown
 from tasks.tracking import Tracker
@@ -73,15 +72,11 @@ def create_artifacts(summary: Mapping[str, Any], folder: RunFolder, tracker: Tra
     """What the run page shows of the result; the link to MLflow only where a tracking server has pages."""
     create_markdown_artifact(summary_markdown(summary), key="result", description="Adapters and GPU seconds")
     create_table_artifact(result_rows(summary), key="tenants", description="Every tenant's status, losses and cost")
-    create_image_artifact(image_uri(folder.figures / "balance.png"), key="balance", description="Balance of replicas")
+    balance = figure_markdown(folder.figures / "balance.png", "Busy time per replica and step")
+    create_markdown_artifact(balance, key="balance", description="Busy time per replica and step")
     create_link_artifact(folder.report.resolve().as_uri(), "report.html", key="report", description="The run's report")
     if tracker.parent_url is not None:
         create_link_artifact(tracker.parent_url, "MLflow", key="mlflow", description="The run in MLflow")
-
-
-def image_uri(path: Path) -> str:
-    """A PNG file as a data URI: the run page has no way to the run folder."""
-    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode("ascii")
 
 
 def draw_figures(

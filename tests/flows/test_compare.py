@@ -63,6 +63,7 @@ def assert_tracked(run: RunConfig, folder: Path) -> None:
     assert client.search_registered_models() == []
 
 
+@pytest.mark.timeout(1200)
 def test_every_strategy_padded_and_packed_gives_the_same_adapters(tiny_run, workspace: Path) -> None:
     names = ["lobra", "task_fused", "task_sequential", "lobra_sequential"]
     variants = [f"{name}:{batching}" for name in names for batching in ("padded", "packed")]

@@ -54,6 +54,7 @@ def test_two_tenants_become_adapters_that_peft_loads_with_costs_in_mlflow(finish
         assert 0 <= tenant["probe"]["error"] < 1e-3 < tenant["probe"]["effect"]
     assert_tracked(run, folder, summary)
     assert_registered(run, folder, summary)
+    assert_shown_on_the_run_page()
     assert read_status(folder)["stage"] == "finished"
 
 
@@ -141,7 +142,7 @@ def test_a_run_that_mlflow_missed_is_sent_and_registered_later(tiny_run, workspa
         track(run, workspace / "runs" / "none")
 
 
-def test_the_run_page_shows_lengths_plan_and_result(finished) -> None:
+def assert_shown_on_the_run_page() -> None:
     with get_client(sync_client=True) as client:
         artifacts = client.read_artifacts()
     assert {artifact.key for artifact in artifacts} >= {
@@ -155,11 +156,14 @@ def test_the_run_page_shows_lengths_plan_and_result(finished) -> None:
     }
 
 
-def test_a_finished_folder_is_refused_and_fresh_keeps_the_old_one(finished, workspace: Path) -> None:
-    run, folder, _ = finished
+def test_a_finished_folder_is_refused_and_left_as_it_is(tiny_run, workspace: Path) -> None:
+    folder = workspace / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    for name in ("config.json", "summary.json"):
+        (folder / name).write_text("{}")
     with pytest.raises(InputError, match="this run is finished; add --fresh"):
-        finetune(run=run, run_dir=folder)
-    assert not (workspace / "runs").joinpath("other").exists()
+        finetune(run=tiny_run(), run_dir=folder)
+    assert (folder / "summary.json").read_text() == "{}"
 
 
 def test_a_tenant_with_a_bad_file_ends_the_run_and_leaves_nothing_in_the_way(tiny_run, workspace: Path) -> None:
