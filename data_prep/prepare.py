@@ -1,24 +1,31 @@
 """Every tenant's data file becomes a token file, in this process or on Dask workers.
 
-A tenant whose input is wrong fails alone. One tenant is one piece of work: a huge file is not split.
+A tenant whose input is wrong fails alone. On a cluster this process reads the files, several at once, and the workers
+encode their rows in batches, so that a huge file keeps all of them busy.
 """
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from distributed import Client, LocalCluster, as_completed
+from distributed import Client, LocalCluster
 
 from data_prep.cache import Manifest, find_or_build
 from data_prep.config import DatasetConfig
 from data_prep.errors import DatasetError
 from data_prep.rejects import describe_rejects, publish_rejects
+from data_prep.render import RenderProcess
+from data_prep.types import OVERLONG
+from data_prep.workers import EncodeBatches, encode_here, encode_on_cluster, release_workers
 from planning.errors import InputError
 
 CONNECT_SECONDS = 30.0
+FILES_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +60,11 @@ class PrepareRequest:
 
 @dataclass(frozen=True, slots=True)
 class PreparedTenant:
-    """A tenant's token file with its SHA-256, and what was left out of it; `num_rows` are rows kept."""
+    """A tenant's token file with its SHA-256, and what was left out of it; `num_rows` are rows to train on.
+
+    `evaluation_path` is a token file of the rows held out, None unless `evaluation_ratio` asks for some. Rows that were
+    cut to `max_length` are counted in `num_truncated`, and are among the rows.
+    """
 
     tenant: str
     token_path: Path
@@ -63,14 +74,17 @@ class PreparedTenant:
     reject_reasons: dict[str, int]
     rejects_path: Path
     num_tokens: int
+    num_truncated: int = 0
+    evaluation_path: Path | None = None
+    num_evaluation_rows: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "token_path": str(self.token_path), "rejects_path": str(self.rejects_path)}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        paths = {name: Path(values[name]) for name in ("token_path", "rejects_path")}
-        return cls(**{**values, **paths})
+        names = ("token_path", "rejects_path", "evaluation_path")
+        return cls(**{**values, **{name: Path(values[name]) for name in names if values.get(name) is not None}})
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +104,29 @@ def prepare_tenant(request: PrepareRequest) -> PreparedTenant:
     Raises DatasetError, with the tenant's name, when the input cannot be used, too many rows are rejected, or no row
     is left.
     """
+    with RenderProcess() as renderer:
+        return _prepare(request, partial(encode_here, renderer))
+
+
+def _prepare(request: PrepareRequest, encode: EncodeBatches) -> PreparedTenant:
     try:
-        entry, manifest = find_or_build(request.dataset, request.tokenizer_folder, request.cache_dir)
+        entry, manifest = find_or_build(request.dataset, request.tokenizer_folder, request.cache_dir, encode)
         rejects_path = publish_rejects(entry.rejects_path, request.dataset.path, request.run_dir, request.tenant)
-        _check_rejects(request.dataset, manifest, rejects_path)
+        _check_rows(request.dataset, manifest, rejects_path)
     except DatasetError as error:
         raise DatasetError(f"tenant {request.tenant!r}: {error}") from error
     return PreparedTenant(
         tenant=request.tenant,
         token_path=entry.token_path,
-        sha256=manifest.tokens_sha256,
+        sha256=manifest.sha256[entry.token_path.name],
         num_rows=manifest.num_rows,
         num_rejects=manifest.num_rejects,
         reject_reasons=manifest.reject_reasons,
         rejects_path=rejects_path,
         num_tokens=manifest.num_tokens,
+        num_truncated=manifest.num_truncated,
+        evaluation_path=entry.evaluation_path if manifest.num_evaluation_rows else None,
+        num_evaluation_rows=manifest.num_evaluation_rows,
     )
 
 
@@ -119,23 +141,32 @@ def prepare_tenants(
     report = on_done or (lambda _: None)
     address = os.environ.get("DASK_SCHEDULER_ADDRESS")
     if num_workers == 0 and not address:
-        outcomes = []
-        for request in requests:
-            outcomes.append(_outcome(request))
-            report(outcomes[-1])
-        return outcomes
+        with RenderProcess() as renderer:
+            return _outcomes(requests, partial(encode_here, renderer), 1, report)
     with _client(address, num_workers) as client:
-        futures = client.map(_outcome, requests, pure=False)
-        by_key: dict[str, Outcome] = {}
-        for future, outcome in as_completed(futures, loop=client.loop, with_results=True):
-            by_key[future.key] = outcome
-            report(outcome)
-        return [by_key[future.key] for future in futures]
+        try:
+            return _outcomes(requests, partial(encode_on_cluster, client), FILES_AT_ONCE, report)
+        finally:
+            release_workers(client)
 
 
-def _outcome(request: PrepareRequest) -> Outcome:
+def _outcomes(
+    requests: Sequence[PrepareRequest], encode: EncodeBatches, num_threads: int, report: Callable[[Outcome], None]
+) -> list[Outcome]:
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="prepare") as threads:
+        futures = [threads.submit(_outcome, request, encode) for request in requests]
+        try:
+            for future in as_completed(futures):
+                report(future.result())
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
+        return [future.result() for future in futures]
+
+
+def _outcome(request: PrepareRequest, encode: EncodeBatches) -> Outcome:
     try:
-        return prepare_tenant(request)
+        return _prepare(request, encode)
     except InputError as error:
         return TenantFailure(request.tenant, str(error))
 
@@ -159,21 +190,36 @@ def _client(address: str | None, num_workers: int) -> Iterator[Client]:
             processes=True,
             host="127.0.0.1",
             dashboard_address=None,
+            env={"TOKENIZERS_PARALLELISM": "false"},  # one core per worker
         ) as cluster,
         Client(cluster, set_as_default=False) as client,
     ):
         yield client
 
 
-def _check_rejects(dataset: DatasetConfig, manifest: Manifest, rejects_path: Path) -> None:
-    num_all = manifest.num_rows + manifest.num_rejects
-    found = f"{manifest.num_rejects} of {num_all} rows of {dataset.path} were rejected"
-    if manifest.num_rows == 0:
+def _check_rows(dataset: DatasetConfig, manifest: Manifest, rejects_path: Path) -> None:
+    num_all = manifest.num_all_rows
+    all_rows, why = f"of {num_all} rows of {dataset.path}", describe_rejects(rejects_path)
+    if manifest.num_rejects == num_all:
         raise DatasetError(
-            f"{found}, no row is left: {describe_rejects(rejects_path)}; repair them, see {rejects_path}"
+            f"{num_all} {all_rows} were rejected, no row is left: {why}; repair them, see {rejects_path}"
         )
-    if manifest.num_rejects > dataset.max_reject_ratio * num_all:
+    if manifest.num_broken > dataset.max_reject_ratio * num_all:
         raise DatasetError(
-            f"{found}, more than dataset.max_reject_ratio {dataset.max_reject_ratio} allows: "
-            f"{describe_rejects(rejects_path)}; repair them, see {rejects_path}, or raise dataset.max_reject_ratio"
+            f"{manifest.num_broken} {all_rows} were rejected, more than dataset.max_reject_ratio "
+            f"{dataset.max_reject_ratio} allows: {why}; repair them, see {rejects_path}, or raise "
+            "dataset.max_reject_ratio"
+        )
+    if manifest.num_overlong > dataset.max_drop_ratio * num_all:
+        raise DatasetError(
+            f"{manifest.num_overlong} {all_rows} are {OVERLONG} {dataset.max_length}, more than "
+            f"dataset.max_drop_ratio {dataset.max_drop_ratio} allows; shorten them, see {rejects_path}, or raise "
+            "dataset.max_length or dataset.max_drop_ratio"
+        )
+    if dataset.evaluation_ratio > 0 and 0 in (manifest.num_rows, manifest.num_evaluation_rows):
+        change = "lower" if manifest.num_rows == 0 else "raise"
+        raise DatasetError(
+            f"dataset.evaluation_ratio {dataset.evaluation_ratio} holds out {manifest.num_evaluation_rows} of "
+            f"{num_all - manifest.num_rejects} usable rows of {dataset.path} and leaves {manifest.num_rows} to train "
+            f"on; {change} it, or give more rows"
         )

@@ -3,8 +3,10 @@
 The file depends on data and tokenizer, never on the tenant's name, so that tenants with equal data share it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from data_prep.files import replace_atomically
 from data_prep.types import EncodedSequence, Span
 
 SCHEMA_VERSION = 1
-BATCH_TOKENS = 2**20
+BATCH_BYTES = 2**22
 BATCH_ROWS = 2**14
 
 _SPAN = pa.struct([pa.field("start", pa.int64(), nullable=False), pa.field("end", pa.int64(), nullable=False)])
@@ -40,16 +42,55 @@ class TokenRow:
     loss_spans: tuple[Span, ...]
 
 
-def write_token_file(path: Path, sequences: Iterable[EncodedSequence], key: str = "") -> None:
-    """Streams sequences into `path`, which appears complete or not at all; `key` says what it was made from."""
+class TokenWriter:
+    """Appends record batches of `record_batch` to an open file, joined to batches of a good size for reading.
+
+    What it writes depends on the batches given, not on when or by whom they were made.
+    """
+
+    def __init__(self, writer: pa.ipc.RecordBatchFileWriter) -> None:
+        self._writer = writer
+        self._waiting: list[pa.RecordBatch] = []
+        self._num_rows = 0
+        self._num_bytes = 0
+        self.num_rows = 0
+        self.num_tokens = 0
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        self._waiting.append(batch)
+        self._num_rows += batch.num_rows
+        self._num_bytes += batch.nbytes
+        self.num_rows += batch.num_rows
+        self.num_tokens += len(batch.column("input_ids").values)
+        if self._num_rows >= BATCH_ROWS or self._num_bytes >= BATCH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._num_rows:
+            self._writer.write_batch(pa.concat_batches(self._waiting))
+        self._waiting, self._num_rows, self._num_bytes = [], 0, 0
+
+
+@contextmanager
+def open_token_writer(path: Path, key: str = "") -> Iterator[TokenWriter]:
+    """`path` appears complete when the block ends, or not at all; `key` says what it was made from."""
     schema = SCHEMA.with_metadata({"schema_version": str(SCHEMA_VERSION), "key": key})
     with (
         replace_atomically(path) as temporary,
         pa.OSFile(str(temporary), "wb") as sink,
-        pa.ipc.new_file(sink, schema) as writer,
+        pa.ipc.new_file(sink, schema) as arrow,
     ):
-        for batch in _batches(sequences):
-            writer.write_batch(_record_batch(batch, schema))
+        writer = TokenWriter(arrow)
+        yield writer
+        writer.flush()
+
+
+def write_token_file(path: Path, sequences: Iterable[EncodedSequence], key: str = "") -> None:
+    """Streams sequences into `path`, which appears complete or not at all."""
+    remaining = iter(sequences)
+    with open_token_writer(path, key) as writer:
+        while batch := list(islice(remaining, BATCH_ROWS)):
+            writer.write(record_batch(batch))
 
 
 class TokenFile:
@@ -116,20 +157,8 @@ def _column(batches: list[pa.RecordBatch], name: str) -> npt.NDArray[np.int64]:
     return np.concatenate([np.empty(0, np.int64)] + [batch.column(name).to_numpy() for batch in batches])
 
 
-def _batches(sequences: Iterable[EncodedSequence]) -> Iterator[list[EncodedSequence]]:
-    batch: list[EncodedSequence] = []
-    num_tokens = 0
-    for sequence in sequences:
-        batch.append(sequence)
-        num_tokens += len(sequence.input_ids)
-        if num_tokens >= BATCH_TOKENS or len(batch) == BATCH_ROWS:
-            yield batch
-            batch, num_tokens = [], 0
-    if batch:
-        yield batch
-
-
-def _record_batch(batch: list[EncodedSequence], schema: pa.Schema) -> pa.RecordBatch:
+def record_batch(batch: Sequence[EncodedSequence]) -> pa.RecordBatch:
+    """Sequences in the form of the file, for a TokenWriter."""
     lengths = [len(sequence.input_ids) for sequence in batch]
     spans = [span for sequence in batch for span in sequence.loss_spans]
     span_values = pa.StructArray.from_arrays(
@@ -137,13 +166,13 @@ def _record_batch(batch: list[EncodedSequence], schema: pa.Schema) -> pa.RecordB
         fields=list(_SPAN),
     )
     span_offsets = np.cumsum([0] + [len(sequence.loss_spans) for sequence in batch])
-    tokens = np.fromiter((token for sequence in batch for token in sequence.input_ids), np.uint32, sum(lengths))
+    tokens = np.fromiter(chain.from_iterable(sequence.input_ids for sequence in batch), np.uint32, sum(lengths))
     columns = [
-        pa.LargeListArray.from_arrays(np.cumsum([0, *lengths]), tokens, type=schema.field("input_ids").type),
-        pa.ListArray.from_arrays(span_offsets.astype(np.int32), span_values, type=schema.field("loss_spans").type),
+        pa.LargeListArray.from_arrays(np.cumsum([0, *lengths]), tokens, type=SCHEMA.field("input_ids").type),
+        pa.ListArray.from_arrays(span_offsets.astype(np.int32), span_values, type=SCHEMA.field("loss_spans").type),
         pa.array(lengths, pa.int64()),
         pa.array([sequence.num_supervised_tokens for sequence in batch], pa.int64()),
         pa.array([sequence.file_index for sequence in batch], pa.int32()),
         pa.array([sequence.source_row for sequence in batch], pa.int64()),
     ]
-    return pa.record_batch(columns, schema=schema)
+    return pa.record_batch(columns, schema=SCHEMA)

@@ -7,14 +7,15 @@ configurations. Slow (sentencepiece-only) tokenizers are not read.
 import hashlib
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.errors import DatasetError, RowError
-from data_prep.types import Message, Span
+from data_prep.errors import DatasetError
+from data_prep.render import RenderTask
+from data_prep.types import Span
 
 REQUIRED_FILES = ("tokenizer.json", "tokenizer_config.json")
 # All that PreTrainedTokenizerFast.from_pretrained reads; config.json decides about its repair of Mistral tokenizers.
@@ -36,59 +37,57 @@ class Tokenizer:
     """
 
     def __init__(self, backend: Any) -> None:
-        self._backend = backend
+        self._rust = backend.backend_tokenizer
+        self._rust.no_padding()
+        self._rust.no_truncation()
         self.bos_id: int | None = backend.bos_token_id
         self.eos_id: int | None = backend.eos_token_id
         self.added_tokens: tuple[str, ...] = tuple(sorted(backend.added_tokens_encoder, key=len, reverse=True))
-        self.chat_template: str | None = backend.get_chat_template() if backend.chat_template else None
-
-    @property
-    def marks_assistant_turns(self) -> bool:
-        """Whether the chat template marks what the assistant says with {% generation %}."""
-        return self.chat_template is not None and GENERATION_MARKER.search(self.chat_template) is not None
+        self.chat_templates: ChatTemplates | None = None
+        if backend.chat_template:
+            self.chat_templates = ChatTemplates(
+                plain=backend.get_chat_template(),
+                with_tools=backend.get_chat_template(tools=[]),
+                special_tokens=dict(backend.special_tokens_map),
+            )
 
     def encode(self, text: str) -> list[int]:
-        return self.encode_with_offsets(text)[0]
+        return self.encode_all([text])[0]
 
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[Span]]:
-        """Token ids, and each token's half-open range of characters in `text`."""
-        encoded = self._backend(
-            text,
-            add_special_tokens=False,
-            padding=False,
-            truncation=False,
-            return_attention_mask=False,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
-        return encoded["input_ids"], encoded["offset_mapping"]
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, on all cores unless TOKENIZERS_PARALLELISM is false."""
+        return [encoding.ids for encoding in self._rust.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        """The conversation as text, by the sandboxed chat template."""
-        rendered: str = self._apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-        return rendered
+    def encode_all_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[Span]]]:
+        """Token ids of each text, and each token's half-open range of characters in it."""
+        encodings = self._rust.encode_batch(texts, add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
-    def encode_marked(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
-        """Token ids of the conversation, and 1 for each token that overlaps a {% generation %} block."""
-        encoded = self._apply_chat_template(messages, tokenize=True, add_generation_prompt=False)
-        return encoded["input_ids"], encoded["assistant_masks"]
 
-    def _apply_chat_template(self, messages: Sequence[Message], tokenize: bool, add_generation_prompt: bool) -> Any:
-        try:
-            return self._backend.apply_chat_template(
-                list(messages),
-                tokenize=tokenize,
-                add_generation_prompt=add_generation_prompt,
-                return_dict=tokenize,
-                return_assistant_tokens_mask=tokenize,
-                padding=False,
-                truncation=False,
-                tokenizer_kwargs={"verbose": False},
-            )
-        except TemplateSyntaxError as error:
-            raise DatasetError(f"the chat template does not compile, line {error.lineno}: {error.message}") from error
-        except Exception as error:  # a template is foreign code and raises what it likes
-            raise RowError("chat template refuses the conversation", f"{type(error).__name__}: {error}") from error
+@dataclass(frozen=True, slots=True)
+class ChatTemplates:
+    """The tokenizer's chat template, and the one for conversations with tools, which mostly is the same."""
+
+    plain: str
+    with_tools: str
+    special_tokens: dict[str, object]
+
+    @property
+    def read_tools(self) -> bool:
+        return re.search(r"\btools\b", self.with_tools) is not None
+
+    def task(self, has_tools: bool) -> RenderTask:
+        """How the render process renders conversations."""
+        template = self.with_tools if has_tools else self.plain
+        chat = {
+            "template": template,
+            "special_tokens": self.special_tokens,
+            "is_marked": GENERATION_MARKER.search(template) is not None,
+        }
+        return RenderTask({"chat": chat}, "the chat template")
+
+    def read_tool_calls(self, has_tools: bool) -> bool:
+        return "tool_calls" in (self.with_tools if has_tools else self.plain)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

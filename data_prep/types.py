@@ -1,12 +1,26 @@
 """Nouns of data preparation: rows as read, rows refused, sequences as encoded.
 
-A row number is the 1-based line number in the tenant's file. A span is half-open, in token positions.
+A row number is what a person finds the row by: in JSONL and CSV the 1-based number of the line where the row begins, in
+the other formats its 1-based place in the file. A span is half-open, in token positions.
 """
 
 from dataclasses import dataclass
 
 Span = tuple[int, int]
 Message = dict[str, object]
+
+# The reject reasons that are no defect of the row.
+OVERLONG = "longer than dataset.max_length"
+OVERLONG_PROMPT = "no token to learn within dataset.max_length"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A row as its file has it; `num_bytes` is about its size there."""
+
+    number: int
+    values: dict[str, object]
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,16 +30,18 @@ class PromptRow:
     number: int
     prompt: str
     response: str
-    snippet: str
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRow:
-    """A conversation; `messages` hold at least `role` and `content`, both strings."""
+    """A conversation; `messages` hold at least `role` and `content`, both strings. `tools` are function schemas."""
 
     number: int
     messages: tuple[Message, ...]
-    snippet: str
+    tools: tuple[object, ...] | None = None
+
+
+Row = PromptRow | ChatRow
 
 
 @dataclass(frozen=True, slots=True)

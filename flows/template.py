@@ -12,10 +12,11 @@ base_model:
 tenants:
   - name: support-chat
     dataset:
-      path: data/support.jsonl
+      path: data/support.jsonl       # format: jsonl | json | json_by_id | csv | parquet; also .gz
       messages_column: messages      # chat turns [{role, content}]; loss on assistant turns
-      # max_length: 4096             # longer rows are dropped and counted (overlong: drop | error)
-      # max_reject_ratio: 0.05       # more rejected rows than this end the tenant
+      # max_length: 4096             # longer rows are dropped and counted (overlong: drop | truncate | error)
+      # max_drop_ratio: 0.05         # more over-long rows than this are an error
+      # max_reject_ratio: 0.0        # more broken rows than this are an error
     adapter:
       rank: 16
       alpha: 32

@@ -5,7 +5,7 @@ are powers of two or divide the number of layers, within the cluster and the pla
 being slow: the deployment search weighs that (the paper's throughput rule drops useful configurations).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planning.config import ClusterConfig, PlannerConfig
@@ -19,10 +19,11 @@ BYTES_PER_GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Usable configurations, sorted by <tp,pp>, and the pruned ones with reasons."""
+    """Usable configurations, sorted by <tp,pp>, and the pruned ones with reasons; `caveat` is the profile's."""
 
     usable: tuple[Candidate, ...]
     pruned: tuple[PrunedConfig, ...] = ()
+    caveat: str = ""
 
     @property
     def by_config(self) -> Mapping[ParallelConfig, Candidate]:
@@ -73,7 +74,59 @@ def propose_candidates(
             f"no parallel configuration can be used on {cluster.num_gpus} GPUs: {reasons}. Raise cluster.num_gpus, "
             "cluster.memory_per_gpu_gib, planner.max_tp or planner.max_pp, or choose a profile that covers them"
         )
-    return Candidates(tuple(usable), tuple(pruned))
+    return Candidates(tuple(usable), tuple(pruned), profile.caveat)
+
+
+def candidates_of_profile(profile: Profile, num_gpus: int, planner: PlannerConfig) -> Candidates:
+    """Every configuration of a profile's memory table of at most `num_gpus` GPUs: planning without a model folder.
+
+    Raises ProfileError when the profile has no memory table, PlanInfeasibleError when nothing fits.
+    """
+    if profile.max_chunk_tokens is None:
+        raise ProfileError(f"profile {profile.name} has no max_chunk_tokens; choose a preset that has them")
+    usable: list[Candidate] = []
+    pruned: list[PrunedConfig] = []
+    for config, capacity in sorted(profile.max_chunk_tokens.items()):
+        if config.num_gpus > num_gpus:
+            pruned.append(PrunedConfig(config, f"needs {config.num_gpus} GPUs, there are {num_gpus}"))
+        elif config.tp > planner.max_tp or config.pp > planner.max_pp:
+            pruned.append(PrunedConfig(config, "exceeds planner.max_tp or planner.max_pp"))
+        else:
+            usable.append(_candidate(profile, config, capacity))
+    if not usable:
+        smallest = min(config.num_gpus for config in profile.max_chunk_tokens)
+        raise PlanInfeasibleError(
+            f"no configuration of profile {profile.name} fits on {num_gpus} GPUs; raise cluster.num_gpus to at least "
+            f"{smallest}, or planner.max_tp and planner.max_pp"
+        )
+    return Candidates(tuple(usable), tuple(pruned), profile.caveat)
+
+
+def fastest_per_size(candidates: Candidates, lengths: Sequence[int]) -> Candidates:
+    """The paper's proposal (section 4.1): per number of GPUs and length, only the configuration of most throughput.
+
+    An option for comparison: it drops configurations that the best plans use.
+    """
+    sizes = sorted({candidate.config.num_gpus for candidate in candidates.usable})
+    kept = set()
+    for size in sizes:
+        same = [candidate for candidate in candidates.usable if candidate.config.num_gpus == size]
+        for length in lengths:
+            holding = [candidate for candidate in same if candidate.max_chunk_tokens >= length]
+            if holding:
+                kept.add(min(holding, key=lambda candidate: _seconds_per_sequence(candidate, length)).config)
+    dropped = tuple(
+        PrunedConfig(candidate.config, f"is never the fastest of {candidate.config.num_gpus} GPUs (paper's proposal)")
+        for candidate in candidates.usable
+        if candidate.config not in kept
+    )
+    usable = tuple(candidate for candidate in candidates.usable if candidate.config in kept)
+    return Candidates(usable, candidates.pruned + dropped, candidates.caveat)
+
+
+def _seconds_per_sequence(candidate: Candidate, length: int) -> float:
+    count = candidate.max_chunk_tokens // length
+    return candidate.chunk_seconds(count, length) / count
 
 
 def _considered(shape: ModelShape, cluster: ClusterConfig, planner: PlannerConfig) -> list[ParallelConfig]:
@@ -112,10 +165,11 @@ def _why_not(shape: ModelShape, profile: Profile, cluster: ClusterConfig, config
 def _candidate(profile: Profile, config: ParallelConfig, capacity: int) -> Candidate:
     cost = profile.layer_cost_by_tp[config.tp]
     layers_per_stage = profile.num_layers // config.pp
+    boundary = profile.boundary_seconds_per_token if config.pp > 1 else 0.0
     return Candidate(
         config=config,
         max_chunk_tokens=capacity,
         fixed_seconds=cost.fixed_seconds * layers_per_stage,
-        seconds_per_token=cost.seconds_per_token * layers_per_stage,
+        seconds_per_token=cost.seconds_per_token * layers_per_stage + boundary,
         seconds_per_token2=cost.seconds_per_token2 * layers_per_stage,
     )

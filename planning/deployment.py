@@ -15,16 +15,18 @@ from planning.bucketing import choose_uppers
 from planning.candidates import Candidates
 from planning.config import Batching, BucketRule, PlannerConfig
 from planning.deployment_bound import makespan_bound
-from planning.deployment_search import ExpectedPlan, promising_plans
+from planning.deployment_search import ExpectedPlan, PlanSearch
 from planning.dispatch import NUM_CLASSES
 from planning.errors import PlanInfeasibleError
-from planning.plan_ranking import race, sample_batches
+from planning.plan_ranking import PlanRace, Trial, sample_batches
 from planning.shares import cost_table
-from planning.split_lp import bucket_costs, class_costs, class_ends
+from planning.split_lp import StepCosts, bucket_costs, class_costs, class_ends
 from planning.types import Candidate, DeploymentPlan, PlanAlternative, ReplicaGroup
 from planning.workload import Workload
 
-NUM_RANKED = 10  # plans that the integer dispatcher runs
+NUM_RANKED = 8  # plans that the integer dispatcher runs
+NUM_NEIGHBOURS_RANKED = 24
+NUM_CLIMBS = 3
 
 
 def longest_sequence_tokens(candidates: Candidates) -> int:
@@ -33,35 +35,31 @@ def longest_sequence_tokens(candidates: Candidates) -> int:
 
 
 def plan_deployment(
-    workload: Workload, candidates: Candidates, num_gpus: int, planner: PlannerConfig
+    workload: Workload,
+    candidates: Candidates,
+    num_gpus: int,
+    planner: PlannerConfig,
+    warm_start: tuple[ReplicaGroup, ...] = (),
 ) -> DeploymentPlan:
     """The plan with the shortest mean step on sampled batches among those proposed, and its certificate.
 
-    `lower_bound_seconds` bounds the expected step of any plan (`deployment_bound`). Raises PlanInfeasibleError when
-    the longest sequence fits on no candidate of at most `num_gpus` GPUs.
+    `warm_start` is proposed too, so the plan is never worse than it. `lower_bound_seconds` bounds the mean step of any
+    plan (`deployment_bound`). Raises PlanInfeasibleError when the longest sequence fits on no candidate of at most
+    `num_gpus` GPUs.
     """
     start = time.perf_counter()
     usable = _usable(workload, candidates, num_gpus)
     lengths, counts = workload.expected_counts()
     uppers = choose_uppers(lengths, counts, planner.num_buckets)
-    if planner.strategy.is_homogeneous:
-        proposals = _homogeneous(workload, usable, num_gpus)
-    else:
-        if planner.batching is Batching.PACKED:
-            room = np.array([candidate.max_chunk_tokens for candidate in usable])
-            ends = class_ends(lengths, counts, room, NUM_CLASSES)
-            costs = class_costs(cost_table(usable, lengths, Batching.PACKED), counts, ends)
-        else:
-            demand = np.bincount(np.searchsorted(uppers, lengths), weights=counts)
-            costs = bucket_costs(cost_table(usable, uppers), demand)
-        promising = promising_plans(costs, num_gpus)[:NUM_RANKED]
-        proposals = [_groups(plan, usable) for plan in promising]
-    by_config = {candidate.config: candidate for candidate in usable}
     fixed_uppers = tuple(uppers.tolist()) if planner.bucket_rule is BucketRule.FIXED else ()
     batches = sample_batches(workload, planner, fixed_uppers)
-    winner, *others = race(proposals, batches, by_config, planner)
+    race = PlanRace(batches, {candidate.config: candidate for candidate in usable}, planner)
+    if planner.strategy.is_homogeneous:
+        winner = race.run(_homogeneous(workload, usable, num_gpus))
+    else:
+        winner = _climb(race, PlanSearch(_expected_costs(workload, usable, planner), num_gpus), usable, warm_start)
     shares = winner.tenant_gpu_seconds(num_gpus).tolist()
-    bound = makespan_bound(workload, usable, num_gpus, planner.batching)
+    bound = makespan_bound(batches, usable, num_gpus, np.array(_counts(winner.groups, usable)))
     return DeploymentPlan(
         groups=winner.groups,
         num_gpus=num_gpus,
@@ -70,9 +68,37 @@ def plan_deployment(
         solve_seconds=time.perf_counter() - start,
         tenant_gpu_seconds={tenant.name: part for tenant, part in zip(workload.tenants, shares, strict=True)},
         pruned=candidates.pruned,
-        alternatives=tuple(PlanAlternative(trial.groups, trial.mean_seconds) for trial in others),
+        alternatives=tuple(PlanAlternative(other.groups, other.mean_seconds) for other in race.finished[1:]),
         bucket_uppers=fixed_uppers,
+        caveat=candidates.caveat,
     )
+
+
+def _expected_costs(workload: Workload, usable: tuple[Candidate, ...], planner: PlannerConfig) -> StepCosts:
+    """The expected batch: in the buckets with the least padding, or in classes of true lengths."""
+    lengths, counts = workload.expected_counts()
+    if planner.batching is Batching.PACKED:
+        room = np.array([candidate.max_chunk_tokens for candidate in usable])
+        ends = class_ends(lengths, counts, room, NUM_CLASSES)
+        return class_costs(cost_table(usable, lengths, Batching.PACKED), counts, ends)
+    uppers = choose_uppers(lengths, counts, planner.num_buckets)
+    demand = np.bincount(np.searchsorted(uppers, lengths), weights=counts)
+    return bucket_costs(cost_table(usable, uppers), demand)
+
+
+def _climb(
+    race: PlanRace, search: PlanSearch, usable: tuple[Candidate, ...], warm_start: tuple[ReplicaGroup, ...]
+) -> Trial:
+    """The winner of the proposals, then of its neighbours, as long as a neighbour wins."""
+    proposals = [_groups(plan, usable) for plan in search.promising()[:NUM_RANKED]]
+    winner = race.run([*proposals, *([warm_start] if warm_start else [])])
+    for _ in range(NUM_CLIMBS):
+        neighbours = search.neighbours(_counts(winner.groups, usable))[:NUM_NEIGHBOURS_RANKED]
+        best = race.run([winner.groups, *(_groups(plan, usable) for plan in neighbours)])
+        if best is winner:
+            break
+        winner = best
+    return winner
 
 
 def _homogeneous(workload: Workload, usable: tuple[Candidate, ...], num_gpus: int) -> list[tuple[ReplicaGroup, ...]]:
@@ -99,6 +125,11 @@ def _usable(workload: Workload, candidates: Candidates, num_gpus: int) -> tuple[
             f"{roomiest.max_chunk_tokens}"
         )
     return usable
+
+
+def _counts(groups: tuple[ReplicaGroup, ...], usable: tuple[Candidate, ...]) -> tuple[int, ...]:
+    num_replicas = {group.config: group.num_replicas for group in groups}
+    return tuple(num_replicas.get(candidate.config, 0) for candidate in usable)
 
 
 def _groups(plan: ExpectedPlan, usable: tuple[Candidate, ...]) -> tuple[ReplicaGroup, ...]:

@@ -4,7 +4,7 @@ A plan is an array of replica counts, one per candidate (I). The step's length T
 moves to the program's own estimate T / v, starting from the bound that allows fractions of replicas.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,8 @@ from planning.split_lp import SplitSolver, StepCosts, prices
 
 CONVERGED = 2e-3
 MAX_PROGRAMS = 6
-NUM_NEIGHBOURS = 16  # of the best plan, weighed by their linear program in each round
+NUM_NEIGHBOURS = 24  # of the best plan, in each round
+MAX_NEIGHBOUR_PROGRAMS = 100
 NUM_ROUNDS = 3
 
 
@@ -27,27 +28,61 @@ class ExpectedPlan:
     step_seconds: float
 
 
-def promising_plans(costs: StepCosts, num_gpus: int) -> list[ExpectedPlan]:
-    """Plans of at most `num_gpus` GPUs, best expected step first; the last class fits into each of them."""
-    solver = SplitSolver()
-    table, demand_J = costs.classes, costs.demand
-    known: dict[tuple[int, ...], float] = {}
+class PlanSearch:
+    """Plans of at most `num_gpus` GPUs that hold the last class, weighed once each by their linear program."""
 
-    def weigh(plans: list[np.ndarray]) -> None:
-        for plan in plans:
-            key = tuple(plan.tolist())
-            if key not in known:
-                known[key] = solver.shortest_step(costs, plan).step_seconds
+    def __init__(self, costs: StepCosts, num_gpus: int) -> None:
+        self._costs, self._num_gpus = costs, num_gpus
+        self._solver = SplitSolver()
+        self._known: dict[tuple[int, ...], float] = {}
 
-    weigh(_program_plans(table, demand_J, num_gpus))
-    expanded: set[tuple[int, ...]] = set()
-    for _ in range(NUM_ROUNDS):
-        best = min(known, key=lambda key: (known[key], key))
-        if best in expanded:
-            break
-        expanded.add(best)
-        weigh(_best_neighbours(costs, num_gpus, np.array(best), solver))
-    return [ExpectedPlan(key, known[key]) for key in sorted(known, key=lambda key: (known[key], key))]
+    def promising(self) -> list[ExpectedPlan]:
+        """The integer program's plans and the neighbours of the best, shortest expected step first."""
+        for plan in _program_plans(self._costs.classes, self._costs.demand, self._num_gpus):
+            self._step_seconds(tuple(plan.tolist()))
+        expanded: set[tuple[int, ...]] = set()
+        for _ in range(NUM_ROUNDS):
+            best = self._ordered(list(self._known))[0].counts
+            if best in expanded:
+                break
+            expanded.add(best)
+            self.neighbours(best)
+        return self._ordered(list(self._known))
+
+    def neighbours(self, counts: tuple[int, ...]) -> list[ExpectedPlan]:
+        """The plans next to this one with the smallest loads, shortest expected step first.
+
+        A replica of candidate i is worth z_i = max_j price_j / share_ij by the prices of any plan's program, and the
+        load of every other plan p' is at least (the load of that one) / (p' z): so few programs find the smallest.
+        Plans on which some sequence alone takes longer than this plan's step come last.
+        """
+        costs, plan = self._costs, np.array(counts)
+        share, _ = shares(costs.classes, self._step_seconds(counts))
+        plans = np.unique(np.concatenate(list(_neighbours(plan, costs.classes.num_gpus, self._num_gpus))), axis=0)
+        holds_last = plans @ (costs.classes.capacity[:, -1] > 0) > 0
+        serves = _serves_all(share, plans)
+        slower = plans[holds_last & ~serves][: max(0, MAX_NEIGHBOUR_PROGRAMS - int(serves.sum()))]
+        plans = plans[serves]
+        bound, solved = np.zeros(len(plans)), np.zeros(len(plans), dtype=bool)
+        for _ in range(min(MAX_NEIGHBOUR_PROGRAMS, len(plans))):
+            k = int(np.where(solved, np.inf, bound).argmin())
+            if solved.sum() > NUM_NEIGHBOURS and np.partition(bound[solved], NUM_NEIGHBOURS - 1)[-1] <= bound[k]:
+                break
+            split = self._solver.solve(share[None], plans[k], costs.demand)
+            price = prices(split.value, share[None], plans[k])
+            bound = np.maximum(bound, split.load / (plans @ (price / share).max(axis=1)))
+            bound[k], solved[k] = split.load, True
+        best = np.flatnonzero(solved)[np.argsort(bound[solved], kind="stable")[:NUM_NEIGHBOURS]]
+        return self._ordered(map(tuple, np.concatenate([plans[best], slower]).tolist()))
+
+    def _step_seconds(self, key: tuple[int, ...]) -> float:
+        if key not in self._known:
+            self._known[key] = self._solver.shortest_step(self._costs, np.array(key)).step_seconds
+        return self._known[key]
+
+    def _ordered(self, keys: Iterable[tuple[int, ...]]) -> list[ExpectedPlan]:
+        plans = [ExpectedPlan(key, self._step_seconds(key)) for key in keys]
+        return sorted(plans, key=lambda plan: (plan.step_seconds, plan.counts))
 
 
 def _program_plans(table: CostTable, demand_J: np.ndarray, num_gpus: int) -> list[np.ndarray]:
@@ -65,20 +100,9 @@ def _program_plans(table: CostTable, demand_J: np.ndarray, num_gpus: int) -> lis
     return plans
 
 
-def _best_neighbours(costs: StepCosts, num_gpus: int, plan: np.ndarray, solver: SplitSolver) -> list[np.ndarray]:
-    """The neighbours of a plan that its dual prices call best.
-
-    A replica of candidate i is worth z_i = max_j price_j / share_ij; the load of any other plan p' is at least
-    (the load of this one) / (p' z), so large p' z comes first.
-    """
-    table = costs.classes
-    shortest = solver.shortest_step(costs, plan)
-    share, _ = shares(table, shortest.step_seconds)
-    worth = (prices(shortest.split.value, share, plan) / share).max(axis=1)
-    neighbours = np.unique(np.concatenate(list(_neighbours(plan, table.num_gpus, num_gpus))), axis=0)
-    neighbours = neighbours[(neighbours @ (table.capacity[:, -1] > 0)) > 0]
-    order = np.argsort(-(neighbours @ worth), kind="stable")[: NUM_NEIGHBOURS + 1]
-    return list(neighbours[order])
+def _serves_all(share: np.ndarray, plans: np.ndarray) -> np.ndarray:
+    """Which plans (rows) have a replica for every class."""
+    return np.asarray(((plans > 0) @ np.isfinite(share) > 0).all(axis=1))
 
 
 def _neighbours(plan: np.ndarray, num_gpus_I: np.ndarray, num_gpus: int) -> Iterator[np.ndarray]:

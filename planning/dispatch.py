@@ -27,12 +27,14 @@ from planning.cost import chunk_seconds, replica_seconds
 from planning.errors import PlanInfeasibleError
 from planning.local_search import improve
 from planning.packed_search import improve_packed
-from planning.packing import PackedLoad, PackingTask, pack
-from planning.shares import cost_table
+from planning.packing import Order, PackedLoad, PackingTask, pack
+from planning.shares import cost_table, shares
 from planning.split_lp import SplitSolver, bucket_costs, class_costs, class_ends
 from planning.types import Candidate, Chunk, DeploymentPlan, Dispatch, ParallelConfig, Replica, SequenceRef
 
 GOOD_ENOUGH = 1e-4  # relative distance to the bound at which the local search stops
+PACKED_GOOD_ENOUGH = 0.004  # a search step on packed chunks costs more and gains less
+SECOND_TRY = 0.012  # relative distance to the bound above which packing tries another order
 NUM_CLASSES = 24  # of packed sequences, in the linear program
 
 _by_length = attrgetter("num_tokens", "tenant", "row")
@@ -130,7 +132,8 @@ class Dispatcher:
         table = cost_table(self._groups, batch.uppers)
         shortest = self._solver.shortest_step(bucket_costs(table, batch.counts), self._num_replicas_I)
         quotas_IJ = whole_quotas(shortest.split.part, batch.counts)
-        load = first_load(table, shortest.chunk, quotas_IJ, self._group_R)
+        _, chunk_IJ = shares(table, shortest.step_seconds)
+        load = first_load(table, chunk_IJ, quotas_IJ, self._group_R)
         improve(load, self._max_search_moves, shortest.lower_bound_seconds * (1 + GOOD_ENOUGH))
         return load, shortest.lower_bound_seconds
 
@@ -144,9 +147,14 @@ class Dispatcher:
         costs = class_costs(table, counts, class_ends(unique, counts, self._room_I, NUM_CLASSES))
         shortest = self._solver.shortest_step(costs, self._num_replicas_I)
         task = PackingTask(table, self._room_I, self._group_R, lengths[::-1], column[::-1], self._max_search_moves)
-        load = pack(task, whole_quotas(shortest.split.part, costs.demand))
-        improve_packed(load, self._max_search_moves, shortest.lower_bound_seconds * (1 + GOOD_ENOUGH))
-        return load, shortest.lower_bound_seconds
+        bound, loads = shortest.lower_bound_seconds, []
+        for order in Order:
+            load = pack(task, whole_quotas(shortest.split.part, costs.demand), order)
+            improve_packed(load, self._max_search_moves, bound * (1 + PACKED_GOOD_ENOUGH))
+            loads.append(load)
+            if load.replica_seconds().max() <= bound * (1 + SECOND_TRY):
+                break
+        return min(loads, key=lambda load: float(load.replica_seconds().max())), bound
 
     def _check_longest(self, longest: SequenceRef) -> None:
         roomiest = max(self._groups, key=lambda candidate: candidate.max_chunk_tokens)

@@ -22,17 +22,24 @@ FLOAT32_BYTES = 4
 ADAPTER_BYTES = 4 * FLOAT32_BYTES  # weight, gradient and two AdamW moments
 
 
-def max_chunk_tokens(shape: ModelShape, config: ParallelConfig, memory_bytes: int, num_adapter_parameters: int) -> int:
+def max_chunk_tokens(
+    shape: ModelShape,
+    config: ParallelConfig,
+    memory_bytes: int,
+    num_adapter_parameters: int,
+    sequence_parallel: bool = False,
+) -> int:
     """Tokens of the largest chunk that fits on each GPU of a <tp,pp> replica; 0 when the weights alone do not fit.
 
-    `num_adapter_parameters` counts all tenants' adapters over the whole model.
+    `num_adapter_parameters` counts all tenants' adapters over the whole model. With `sequence_parallel` the norms'
+    activations are split by tp too (the fleet of this project does not split them).
     """
     free_bytes = (
         USABLE_FRACTION * memory_bytes
         - _weight_bytes(shape, config)
         - ADAPTER_BYTES * num_adapter_parameters / config.num_gpus
     )
-    return max(0, int(free_bytes // _bytes_per_token(shape, config)))
+    return max(0, int(free_bytes // _bytes_per_token(shape, config.tp, config.tp if sequence_parallel else 1)))
 
 
 def _weight_bytes(shape: ModelShape, config: ParallelConfig) -> float:
@@ -45,10 +52,10 @@ def _weight_bytes(shape: ModelShape, config: ParallelConfig) -> float:
     return shape.bytes_per_parameter * (layers + embeddings)
 
 
-def _bytes_per_token(shape: ModelShape, config: ParallelConfig) -> float:
+def _bytes_per_token(shape: ModelShape, tp: int, norm_split: int) -> float:
     split = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim + 4 * shape.ffn_size
-    activation = shape.bytes_per_parameter * (4 * shape.hidden_size + split / config.tp)
+    activation = shape.bytes_per_parameter * (4 * shape.hidden_size / norm_split + split / tp)
     if shape.bytes_per_parameter != FLOAT32_BYTES:
-        inputs = 2 * shape.hidden_size + (shape.num_heads * shape.head_dim + shape.ffn_size) / config.tp
+        inputs = 2 * shape.hidden_size / norm_split + (shape.num_heads * shape.head_dim + shape.ffn_size) / tp
         activation += FLOAT32_BYTES * inputs
-    return shape.num_layers * activation + FLOAT32_BYTES * shape.vocab_size / config.tp
+    return shape.num_layers * activation + FLOAT32_BYTES * shape.vocab_size / tp

@@ -8,10 +8,13 @@ replica of the group that finishes first, there into the fullest chunk with room
 import heapq
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 
 from planning.shares import CostTable
+
+MAX_FILLED = 160  # sequences of a lone replica that are packed chunk by chunk
 
 
 @dataclass(slots=True, eq=False)
@@ -90,13 +93,52 @@ class PackingTask:
     max_moves: int
 
 
-def pack(task: PackingTask, quotas_IJ: np.ndarray) -> PackedLoad:
+class Order(Enum):
+    """Which sequences of a class that is split go to the roomier group."""
+
+    SHORTER_TO_ROOMIER = -1  # first: they fill what longer sequences leave
+    LONGER_TO_ROOMIER = 1
+
+
+def pack(task: PackingTask, quotas_IJ: np.ndarray, order: Order) -> PackedLoad:
     """The first load; `quotas_IJ` are whole sequences per group and class, classes by rising length."""
     load = _empty(task)
-    owner = _owners(quotas_IJ, np.argsort(-task.room_I, kind="stable"))
+    owner = _owners(quotas_IJ, np.argsort(-order.value * task.room_I, kind="stable"))
     for group in range(len(task.room_I)):
-        _pack_group(load, np.flatnonzero(owner == group).tolist(), np.flatnonzero(task.group_R == group).tolist())
+        sequences, replicas = np.flatnonzero(owner == group).tolist(), np.flatnonzero(task.group_R == group).tolist()
+        if len(replicas) == 1 and len(sequences) <= MAX_FILLED:
+            _fill_one(load, sequences, replicas[0])
+        else:
+            _pack_group(load, sequences, replicas)
     return load
+
+
+def _fill_one(load: PackedLoad, sequences: list[int], replica: int) -> None:
+    """Chunk after chunk: the longest sequence left, then the one or two others that fill it best."""
+    rising = sorted((int(load.lengths[sequence]), sequence) for sequence in sequences)
+    while rising:
+        tokens, sequence = rising.pop()
+        number = load.open_chunk(replica)
+        load.put(sequence, number)
+        free = int(load.room[replica]) - tokens
+        while chosen := _best_filling(rising, free):
+            for place in sorted(chosen, reverse=True):
+                tokens, sequence = rising.pop(place)
+                load.put(sequence, number)
+                free -= tokens
+
+
+def _best_filling(rising: list[tuple[int, int]], free: int) -> list[int]:
+    """Places of one or two sequences, of (tokens, number) by rising tokens, that leave the least room."""
+    last = bisect_left(rising, (free + 1, -1)) - 1
+    if last < 0:
+        return []
+    best, most = [last], rising[last][0]
+    for first in range(last, 0, -1):
+        other = min(first, bisect_left(rising, (free - rising[first][0] + 1, -1))) - 1
+        if other >= 0 and rising[first][0] + rising[other][0] > most:
+            best, most = [first, other], rising[first][0] + rising[other][0]
+    return best
 
 
 def _empty(task: PackingTask) -> PackedLoad:
@@ -118,11 +160,11 @@ def _empty(task: PackingTask) -> PackedLoad:
     )
 
 
-def _owners(quotas_IJ: np.ndarray, roomiest_first: np.ndarray) -> np.ndarray:
-    """The group of each sequence (S): within a class the roomier group takes the longer ones."""
-    groups = np.tile(roomiest_first, quotas_IJ.shape[1])
+def _owners(quotas_IJ: np.ndarray, longer_first: np.ndarray) -> np.ndarray:
+    """The group of each sequence (S): within a class the groups take them in this order."""
+    groups = np.tile(longer_first, quotas_IJ.shape[1])
     # classes from the longest to the shortest, as the sequences are numbered
-    return np.repeat(groups, quotas_IJ[roomiest_first][:, ::-1].T.ravel())
+    return np.repeat(groups, quotas_IJ[longer_first][:, ::-1].T.ravel())
 
 
 def _pack_group(load: PackedLoad, sequences: list[int], replicas: list[int]) -> None:

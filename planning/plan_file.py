@@ -41,6 +41,7 @@ class _PlanFile(Section):
     pruned: tuple[_Pruned, ...]
     alternatives: tuple[_Alternative, ...]
     bucket_uppers: tuple[PositiveInt, ...] = ()
+    caveat: str = ""
 
 
 def plan_to_dict(plan: DeploymentPlan) -> dict[str, Any]:
@@ -61,6 +62,7 @@ def plan_to_dict(plan: DeploymentPlan) -> dict[str, Any]:
             for other in plan.alternatives
         ],
         "bucket_uppers": list(plan.bucket_uppers),
+        "caveat": plan.caveat,
     }
 
 
@@ -87,6 +89,7 @@ def plan_from_dict(data: object) -> DeploymentPlan:
             PlanAlternative(_groups_from(other.plan), other.predicted_step_seconds) for other in file.alternatives
         ),
         bucket_uppers=file.bucket_uppers,
+        caveat=file.caveat,
     )
     if plan.num_used_gpus > plan.num_gpus:
         raise InputError(

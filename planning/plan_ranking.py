@@ -1,10 +1,10 @@
 """Ranks deployment plans with the integer dispatcher on seeded batches, all plans on the same ones.
 
 Expected counts hide the grain of whole sequences (a replica that holds one to three of the longest), so plans that are
-equal for a linear program differ here. A race: after an eighth and a quarter of the batches the slower plans drop out.
+equal for a linear program differ here. A race: the slower half drops out after 4 batches, again after 8, and so on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,8 @@ from planning.packing import PackedLoad
 from planning.types import Candidate, ParallelConfig, ReplicaGroup, replicas_of
 from planning.workload import Workload
 
-SURVIVORS = (5, 3)  # after an eighth and a quarter of the batches
+FIRST_BATCHES = 4
+NUM_FINALISTS = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,27 +63,42 @@ def sample_batches(
     return batches
 
 
-def race(
-    plans: Sequence[tuple[ReplicaGroup, ...]],
-    batches: Sequence[SampledBatch],
-    candidates: dict[ParallelConfig, Candidate],
-    planner: PlannerConfig,
-) -> list[Trial]:
-    """The plans that saw all batches, shortest mean makespan first; ties keep the order given."""
-    trials = [Trial(groups) for groups in plans]
-    dispatchers = [
-        Dispatcher(replicas_of(groups), candidates, planner.num_buckets, planner.max_search_moves, planner.batching)
-        for groups in plans
-    ]
-    running = list(range(len(plans)))
-    num_batches = len(batches)
-    for stop, survivors in ((num_batches // 8, SURVIVORS[0]), (num_batches // 4, SURVIVORS[1]), (num_batches, None)):
-        for k in running:
-            for batch in batches[len(trials[k].makespans) : stop]:
-                _run(trials[k], dispatchers[k], batch)
-        if stop:
-            running = sorted(running, key=lambda k: trials[k].mean_seconds)[:survivors]
-    return [trials[k] for k in running]
+class PlanRace:
+    """Runs plans on the same batches; what a plan took on a batch is measured once."""
+
+    def __init__(
+        self, batches: Sequence[SampledBatch], candidates: Mapping[ParallelConfig, Candidate], planner: PlannerConfig
+    ) -> None:
+        self._batches, self._candidates, self._planner = batches, candidates, planner
+        self._trials: dict[tuple[ReplicaGroup, ...], Trial] = {}
+
+    def run(self, plans: Sequence[tuple[ReplicaGroup, ...]]) -> Trial:
+        """The plan with the shortest mean step; the first one on a tie. The last `NUM_FINALISTS` see all batches."""
+        trials = [self._trials.setdefault(groups, Trial(groups)) for groups in dict.fromkeys(plans)]
+        seen = FIRST_BATCHES
+        while len(trials) > NUM_FINALISTS and seen < len(self._batches):
+            trials = self._fastest(trials, seen)[: max(NUM_FINALISTS, len(trials) // 2)]
+            seen *= 2
+        return self._fastest(trials, len(self._batches))[0]
+
+    @property
+    def finished(self) -> list[Trial]:
+        """All plans that saw all batches, shortest mean step first."""
+        whole = [trial for trial in self._trials.values() if len(trial.makespans) == len(self._batches)]
+        return sorted(whole, key=lambda trial: trial.mean_seconds)
+
+    def _fastest(self, trials: list[Trial], num_batches: int) -> list[Trial]:
+        for trial in trials:
+            dispatcher = Dispatcher(
+                replicas_of(trial.groups),
+                self._candidates,
+                self._planner.num_buckets,
+                self._planner.max_search_moves,
+                self._planner.batching,
+            )
+            for batch in self._batches[len(trial.makespans) : num_batches]:
+                _run(trial, dispatcher, batch)
+        return sorted(trials, key=lambda trial: float(np.mean(trial.makespans[:num_batches])))
 
 
 def _run(trial: Trial, dispatcher: Dispatcher, batch: SampledBatch) -> None:

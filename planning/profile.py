@@ -5,42 +5,23 @@
 A profile is a JSON file (`schema_version` 1). Shipped ones are presets. This module neither measures nor fits.
 """
 
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
+from planning.analytic import analytic_presets, analytic_profile
 from planning.config import PositiveInt, Section
 from planning.errors import ProfileError
+from planning.layer_cost import LayerCost, Profile
 from planning.types import ParallelConfig
 
 Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+__all__ = ["LayerCost", "Profile", "preset_names", "read_preset", "read_profile", "write_profile"]
+
+NOT_PROFILES = {"lengths"}
 PRESET_FOLDER = resources.files("planning") / "presets"
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCost:
-    """Seconds of a chunk on one layer: `fixed_seconds + seconds_per_token * tokens + seconds_per_token2 * sum(l^2)`."""
-
-    fixed_seconds: float
-    seconds_per_token: float
-    seconds_per_token2: float
-
-
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """Cost per layer and tensor-parallel degree, and, where measured, the largest chunk per configuration.
-
-    With `max_chunk_tokens` only the configurations it lists exist; without it the memory model decides.
-    """
-
-    name: str
-    source: str
-    num_layers: int
-    layer_cost_by_tp: dict[int, LayerCost]
-    max_chunk_tokens: dict[ParallelConfig, int] | None = None
 
 
 class _Coefficients(Section):
@@ -60,6 +41,8 @@ class _ProfileFile(Section):
     model: str = ""
     gpu: str = ""
     source: str
+    caveat: str = ""
+    boundary_ms_per_token: Milliseconds = 0.0
     chunk_ms_per_layer: Literal["a + b*tokens + c*sum(length^2)"]
     num_layers: PositiveInt
     coefficients_by_tp: Annotated[dict[PositiveInt, _Coefficients], Field(min_length=1)]
@@ -76,7 +59,9 @@ def read_profile(path: Path) -> Profile:
 
 
 def read_preset(name: str) -> Profile:
-    """A shipped profile. Raises ProfileError naming the presets there are."""
+    """A shipped profile: measured, or of the analytic model. Raises ProfileError naming the presets there are."""
+    if name in analytic_presets():
+        return analytic_profile(name)
     if name not in preset_names():
         raise ProfileError(f"profile.preset {name!r} is not shipped; choose from {', '.join(preset_names())}")
     return _parse((PRESET_FOLDER / f"{name}.json").read_text(encoding="utf-8"), name, f"preset {name}")
@@ -84,7 +69,8 @@ def read_preset(name: str) -> Profile:
 
 def preset_names() -> tuple[str, ...]:
     """Names of the shipped profiles, sorted."""
-    return tuple(sorted(entry.name[:-5] for entry in PRESET_FOLDER.iterdir() if entry.name.endswith(".json")))
+    files = (entry.name[:-5] for entry in PRESET_FOLDER.iterdir() if entry.name.endswith(".json"))
+    return tuple(sorted({*files, *analytic_presets()} - NOT_PROFILES))
 
 
 def _parse(text: str, name: str, where: str) -> Profile:
@@ -106,7 +92,15 @@ def _parse(text: str, name: str, where: str) -> Profile:
             f"profile {where}: field coefficients_by_tp.{free[0]}: tokens cost nothing (b and c are both 0); "
             "correct the field or measure the profile again"
         )
-    return Profile(name, file.source, file.num_layers, layer_cost_by_tp, _largest_chunks(file, where))
+    return Profile(
+        name=name,
+        source=file.source,
+        num_layers=file.num_layers,
+        layer_cost_by_tp=layer_cost_by_tp,
+        max_chunk_tokens=_largest_chunks(file, where),
+        boundary_seconds_per_token=file.boundary_ms_per_token / 1e3,
+        caveat=file.caveat,
+    )
 
 
 def _largest_chunks(file: _ProfileFile, where: str) -> dict[ParallelConfig, int] | None:
@@ -128,6 +122,8 @@ def write_profile(profile: Profile, path: Path) -> None:
         schema_version=1,
         model=profile.name,
         source=profile.source,
+        caveat=profile.caveat,
+        boundary_ms_per_token=profile.boundary_seconds_per_token * 1e3,
         chunk_ms_per_layer="a + b*tokens + c*sum(length^2)",
         num_layers=profile.num_layers,
         coefficients_by_tp={

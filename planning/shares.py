@@ -32,6 +32,7 @@ from planning.config import Batching
 from planning.types import Candidate
 
 BISECTION_TOLERANCE = 1e-4
+DUAL_FEASIBLE = (1, 2, 3)
 ROUNDING = 1e-9  # a sequence that alone takes exactly T still fits into T
 
 
@@ -40,7 +41,8 @@ class CostTable:
     """Cost of I configurations on J sequence lengths (tokens, as computed).
 
     Shapes: `fixed`, `depth` (pp - 1) and `num_gpus` (I); `variable` (I, J) seconds per sequence without the fixed term;
-    `capacity` (I, J) sequences of that length per chunk, 0 where not even one fits; whole ones where padded.
+    `capacity` (I, J) sequences of that length per chunk, 0 where not even one fits; whole ones where padded;
+    `part` (K, I, J) part of a chunk that one sequence takes, by K measures none of which any chunk's sequences exceed.
     """
 
     batching: Batching
@@ -49,6 +51,7 @@ class CostTable:
     num_gpus: np.ndarray
     variable: np.ndarray
     capacity: np.ndarray
+    part: np.ndarray
 
     @property
     def least_seconds(self) -> np.ndarray:
@@ -69,14 +72,28 @@ def cost_table(candidates: Sequence[Candidate], lengths: np.ndarray, batching: B
     square = np.array([candidate.seconds_per_token2 for candidate in candidates])
     room = np.array([candidate.max_chunk_tokens for candidate in candidates], dtype=np.int64)
     whole = room[:, None] // lengths
+    packed = batching is Batching.PACKED
+    capacity = np.where(whole > 0, room[:, None] / lengths, 0.0) if packed else whole
+    part = np.where(whole > 0, 1.0 / np.maximum(capacity, 1.0), 0.0)
     return CostTable(
         batching=batching,
         fixed=np.array([candidate.fixed_seconds for candidate in candidates]),
         depth=np.array([candidate.config.pp - 1 for candidate in candidates]),
         num_gpus=np.array([candidate.config.num_gpus for candidate in candidates]),
         variable=(linear[:, None] + square[:, None] * lengths) * lengths,
-        capacity=whole if batching is Batching.PADDED else np.where(whole > 0, room[:, None] / lengths, 0.0),
+        capacity=capacity,
+        part=np.stack([part, *(_dual_feasible(part, k) for k in DUAL_FEASIBLE)]) if packed else part[None],
     )
+
+
+def _dual_feasible(part: np.ndarray, k: int) -> np.ndarray:
+    """A bin-packing bound that knows waste: for k = 1 whatever exceeds half a chunk takes a whole one, for 2 thirds.
+
+    x where (k + 1) x is whole, else floor((k + 1) x) / k (Fekete and Schepers 2001).
+    """
+    scaled = (k + 1) * part
+    whole = np.abs(scaled - np.round(scaled)) < ROUNDING
+    return np.where(whole, part, np.floor(scaled) / k)
 
 
 def class_table(table: CostTable, counts: np.ndarray, ends: np.ndarray) -> CostTable:
@@ -86,18 +103,20 @@ def class_table(table: CostTable, counts: np.ndarray, ends: np.ndarray) -> CostT
     """
     starts = np.concatenate([[0], ends[:-1] + 1])
     total = np.add.reduceat(counts, starts)
-    per_sequence = np.add.reduceat(counts / np.maximum(table.capacity, 1e-9), starts, axis=1) / total
+    part = np.add.reduceat(table.part * counts, starts, axis=2) / total
+    fits = table.capacity[:, ends] > 0
     return replace(
         table,
         variable=np.add.reduceat(table.variable * counts, starts, axis=1) / total,
-        capacity=np.where(table.capacity[:, ends] > 0, 1 / per_sequence, 0.0),
+        capacity=np.where(fits, 1 / np.where(fits, part[0], 1.0), 0.0),
+        part=part,
     )
 
 
 def shares(table: CostTable, step_seconds: float) -> tuple[np.ndarray, np.ndarray]:
     """`share_IJ` at T = `step_seconds` (infinite where one sequence alone takes longer) and its q_IJ (packed: 1)."""
     if table.batching is Batching.PACKED:
-        return _packed_shares(table, step_seconds), np.ones(table.variable.shape, dtype=np.int64)
+        return _packed_shares(table, step_seconds)[0], np.ones(table.variable.shape, dtype=np.int64)
     fixed, depth = table.fixed[:, None], table.depth[:, None]
     room = np.maximum(step_seconds - depth * fixed, 0.0)
     best = (np.sqrt(fixed**2 + fixed * room / np.maximum(depth, 1)) - fixed) / table.variable
@@ -115,10 +134,16 @@ def shares(table: CostTable, step_seconds: float) -> tuple[np.ndarray, np.ndarra
     return share, chunk
 
 
+def measured_shares(table: CostTable, step_seconds: float) -> np.ndarray:
+    """`share_KIJ` by each measure of `part`; a replica that meets T obeys (*) for every one of them."""
+    if table.batching is Batching.PACKED:
+        return _packed_shares(table, step_seconds)
+    return shares(table, step_seconds)[0][None]
+
+
 def _packed_shares(table: CostTable, step_seconds: float) -> np.ndarray:
     fixed, depth = table.fixed[:, None], table.depth[:, None]
     alone_fits = table.alone_seconds <= step_seconds * (1 + ROUNDING)
-    part = np.where(table.capacity > 0, 1.0 / np.maximum(table.capacity, 1.0), 0.0)
     full = fixed + np.max(table.variable * table.capacity, axis=1, keepdims=True)
     tangent = np.minimum(np.sqrt(fixed * step_seconds / np.maximum(depth, 1)), full)
     tangent = np.where(depth > 0, np.minimum(tangent, step_seconds / (depth + 1)), 0.0)
@@ -128,7 +153,7 @@ def _packed_shares(table: CostTable, step_seconds: float) -> np.ndarray:
     left = np.where(alone_fits, step_seconds - depth * alone, 1.0)
     per_sequence = np.where(alone <= tangent, slope * table.variable, alone / left - rest)
     per_sequence = np.where(depth > 0, per_sequence, table.variable / step_seconds)
-    return np.where(alone_fits & (left > 0), per_sequence + rest * part, np.inf)
+    return np.where(alone_fits & (left > 0), per_sequence + rest * table.part, np.inf)
 
 
 def longest_alone(table: CostTable, present_I: np.ndarray) -> float:

@@ -1,15 +1,15 @@
 """Linear program of one step, for given replicas: how the buckets split over the groups, and how long it takes.
 
-Data       demand_J sequences per bucket; share_IJ part of a replica's step per sequence (`planning.shares`);
-           num_replicas_I.
+Data       demand_J sequences per bucket; share_kij part of a replica's step per sequence, by measure k
+           (`planning.shares`; padded: one measure); num_replicas_I.
 Variables  x_ij >= 0, part of bucket j that group i takes; r, the largest load of a replica.
 Minimise   r
 subject to every_bucket_is_taken(j):  sum_i x_ij = 1
-           no_group_exceeds_the_load(i):  sum_j share_ij demand_j x_ij <= num_replicas_i * r
+           no_group_exceeds_the_load(k, i):  sum_j share_kij demand_j x_ij <= num_replicas_i * r
 
 The bound is computed from the dual prices, not taken from the solver, so its tolerances cannot spoil it: for any z >= 0
-`r >= sum_j demand_j min_i z_i share_ij / sum_i z_i num_replicas_i`. With packed chunks the program sees classes of
-neighbouring lengths, and the bound every length.
+`r >= sum_j demand_j min_i (sum_k z_ki share_kij) / sum_ki z_ki num_replicas_i`. With packed chunks the program sees
+classes of neighbouring lengths, and the bound every length.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ import numpy as np
 from highspy._core import _Highs
 
 from planning.errors import PlanError
-from planning.shares import CostTable, class_table, longest_alone, shares
+from planning.shares import CostTable, class_table, longest_alone, measured_shares
 
 STEP_TOLERANCE = 1e-3  # relative width of the interval of T at which the programs stop
 MAX_PROGRAMS = 8
@@ -58,7 +58,7 @@ def class_ends(unique: np.ndarray, counts: np.ndarray, room_I: np.ndarray, num_c
 class Split:
     """The fractional split: `part` (I, J) (columns add up to 1), a proven lower bound of the load, dual prices.
 
-    `value` (I) is the price z_i of a replica, scaled so that `sum_i z_i num_replicas_i` is 1.
+    `value` (K, I) are the prices z_ki of a replica, scaled so that `sum_ki z_ki num_replicas_i` is 1.
     """
 
     part: np.ndarray
@@ -68,10 +68,9 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class ShortestStep:
-    """The fractional optimum: its split, the sequences per chunk (I, J) that it assumes, T, and T's lower bound."""
+    """The fractional optimum: its split, T, and T's lower bound."""
 
     split: Split
-    chunk: np.ndarray
     step_seconds: float
     lower_bound_seconds: float
 
@@ -95,18 +94,18 @@ class SplitSolver:
         step_seconds = bound = _least_step_seconds(costs, num_replicas_I)
         enough = np.inf
         for _ in range(MAX_PROGRAMS):
-            share, chunk = shares(costs.classes, step_seconds)
+            share = measured_shares(costs.classes, step_seconds)
             split = self.solve(share, num_replicas_I, costs.demand)
             if costs.exact is not costs.classes:
-                exact_share, _ = shares(costs.exact, step_seconds)
+                exact_share = measured_shares(costs.exact, step_seconds)
                 split = replace(split, load=_load(split.value, exact_share, num_replicas_I, costs.exact_demand))
             bound = max(bound, step_seconds * min(1.0, split.load))
             if split.load <= 1 + STEP_TOLERANCE:
                 enough = step_seconds
-                shortest = ShortestStep(split, chunk, step_seconds, bound)
-            elif _is_proportional(costs.classes, share, present):
+                shortest = ShortestStep(split, step_seconds, bound)
+            elif _is_proportional(costs.classes, share[0], present):
                 bound = max(bound, step_seconds * split.load)
-                return ShortestStep(split, chunk, bound, bound)
+                return ShortestStep(split, bound, bound)
             else:
                 bound = max(bound, step_seconds)
             if enough <= bound * (1 + STEP_TOLERANCE):
@@ -115,32 +114,33 @@ class SplitSolver:
             step_seconds = estimate if bound < estimate < enough else (bound + enough) / 2
         return replace(shortest, lower_bound_seconds=bound)
 
-    def solve(self, share_IJ: np.ndarray, num_replicas_I: np.ndarray, demand_J: np.ndarray) -> Split:
+    def solve(self, share_KIJ: np.ndarray, num_replicas_I: np.ndarray, demand_J: np.ndarray) -> Split:
         """The split of least load. Every bucket needs a group with a finite share and at least one replica."""
-        usable = np.isfinite(share_IJ) & (num_replicas_I[:, None] > 0)
+        usable = np.isfinite(share_KIJ[0]) & (num_replicas_I[:, None] > 0)
         group, bucket = np.nonzero(usable)
         self._highs.clearModel()
-        self._highs.passModel(_model(share_IJ[group, bucket] * demand_J[bucket], group, bucket, num_replicas_I))
+        self._highs.passModel(_model(share_KIJ[:, group, bucket] * demand_J[bucket], group, bucket, num_replicas_I))
         self._highs.run()
         if self._highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             raise PlanError(f"HiGHS ended the dispatch program with {self._highs.getModelStatus()}; this is a defect")
         solution = self._highs.getSolution()
-        part = np.zeros(share_IJ.shape)
+        part = np.zeros(usable.shape)
         part[group, bucket] = np.maximum(np.array(solution.col_value)[:-1], 0.0)
-        prices_I = np.maximum(-np.array(solution.row_dual)[len(demand_J) :], 0.0)
-        value_I = prices_I / (prices_I @ num_replicas_I)
-        return Split(part / part.sum(axis=0), _load(value_I, share_IJ, num_replicas_I, demand_J), value_I)
+        prices_KI = np.maximum(-np.array(solution.row_dual)[len(demand_J) :], 0.0).reshape(len(share_KIJ), -1)
+        value_KI = prices_KI / (prices_KI @ num_replicas_I).sum()
+        return Split(part / part.sum(axis=0), _load(value_KI, share_KIJ, num_replicas_I, demand_J), value_KI)
 
 
-def _load(value_I: np.ndarray, share_IJ: np.ndarray, num_replicas_I: np.ndarray, demand_J: np.ndarray) -> float:
-    """Lower bound of the load, from the worth of replicas (`value_I @ num_replicas_I` is 1)."""
-    return float(demand_J @ prices(value_I, share_IJ, num_replicas_I))
+def _load(value_KI: np.ndarray, share_KIJ: np.ndarray, num_replicas_I: np.ndarray, demand_J: np.ndarray) -> float:
+    """Lower bound of the load, from the worth of replicas (`value_KI @ num_replicas_I` adds up to 1)."""
+    return float(demand_J @ prices(value_KI, share_KIJ, num_replicas_I))
 
 
-def prices(value_I: np.ndarray, share_IJ: np.ndarray, num_replicas_I: np.ndarray) -> np.ndarray:
+def prices(value_KI: np.ndarray, share_KIJ: np.ndarray, num_replicas_I: np.ndarray) -> np.ndarray:
     """What one sequence of each column (J) adds to the load, on the group where it adds least."""
-    usable = np.isfinite(share_IJ) & (num_replicas_I[:, None] > 0)
-    return np.asarray(np.where(usable, value_I[:, None] * np.where(usable, share_IJ, 0.0), np.inf).min(axis=0))
+    usable = np.isfinite(share_KIJ[0]) & (num_replicas_I[:, None] > 0)
+    worth = (value_KI[:, :, None] * np.where(usable, share_KIJ, 0.0)).sum(axis=0)
+    return np.asarray(np.where(usable, worth, np.inf).min(axis=0))
 
 
 def _is_proportional(table: CostTable, share_IJ: np.ndarray, present_I: np.ndarray) -> bool:
@@ -156,18 +156,20 @@ def _least_step_seconds(costs: StepCosts, num_replicas_I: np.ndarray) -> float:
 
 
 def _model(load: np.ndarray, group: np.ndarray, bucket: np.ndarray, num_replicas_I: np.ndarray) -> highspy.HighsLp:
-    """Columns: one x per usable (group, bucket) pair, then r. Rows: buckets, then groups."""
-    num_parts, num_groups = len(load), len(num_replicas_I)
-    num_buckets = int(bucket.max()) + 1
+    """Columns: one x per usable (group, bucket) pair, then r. Rows: buckets, then groups, measure after measure."""
+    (num_measures, num_parts), num_groups = load.shape, len(num_replicas_I)
+    num_buckets, num_loads = int(bucket.max()) + 1, num_measures * num_groups
     lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = num_parts + 1, num_buckets + num_groups
+    lp.num_col_, lp.num_row_ = num_parts + 1, num_buckets + num_loads
     lp.col_cost_ = np.append(np.zeros(num_parts), 1.0)
     lp.col_lower_ = np.zeros(num_parts + 1)
     lp.col_upper_ = np.full(num_parts + 1, highspy.kHighsInf)
-    lp.row_lower_ = np.append(np.ones(num_buckets), np.full(num_groups, -highspy.kHighsInf))
-    lp.row_upper_ = np.append(np.ones(num_buckets), np.zeros(num_groups))
+    lp.row_lower_ = np.append(np.ones(num_buckets), np.full(num_loads, -highspy.kHighsInf))
+    lp.row_upper_ = np.append(np.ones(num_buckets), np.zeros(num_loads))
+    rows = [bucket, *(num_buckets + measure * num_groups + group for measure in range(num_measures))]
+    per_column = 1 + num_measures
     lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    lp.a_matrix_.start_ = np.append(2 * np.arange(num_parts + 1), 2 * num_parts + num_groups)
-    lp.a_matrix_.index_ = np.append(np.column_stack([bucket, num_buckets + group]), num_buckets + np.arange(num_groups))
-    lp.a_matrix_.value_ = np.append(np.column_stack([np.ones(num_parts), load]), -num_replicas_I)
+    lp.a_matrix_.start_ = np.append(per_column * np.arange(num_parts + 1), per_column * num_parts + num_loads)
+    lp.a_matrix_.index_ = np.append(np.column_stack(rows), num_buckets + np.arange(num_loads))
+    lp.a_matrix_.value_ = np.append(np.vstack([np.ones(num_parts), load]).T, np.tile(-num_replicas_I, num_measures))
     return lp

@@ -106,6 +106,11 @@ def replicas_of(groups: tuple[ReplicaGroup, ...]) -> tuple[Replica, ...]:
     return tuple(replicas)
 
 
+def plan_name(groups: tuple[ReplicaGroup, ...]) -> str:
+    """Replica groups in a line: <8,1>x1 + <1,1>x8."""
+    return " + ".join(f"{group.config}x{group.num_replicas}" for group in groups)
+
+
 @dataclass(frozen=True, slots=True)
 class PlanAlternative:
     """Another deployment that the planner weighed, with its mean step seconds on the sampled batches."""
@@ -120,7 +125,8 @@ class DeploymentPlan:
 
     `predicted_step_seconds` is the mean makespan of the integer dispatcher over sampled batches,
     `lower_bound_seconds` bounds the expected makespan of any plan, `gap` = predicted / bound - 1.
-    `bucket_uppers` are the ends of fixed buckets, empty where every step chooses its own.
+    `bucket_uppers` are the ends of fixed buckets, empty where every step chooses its own. `caveat` says where the
+    profile was not measured.
     """
 
     groups: tuple[ReplicaGroup, ...]
@@ -132,6 +138,7 @@ class DeploymentPlan:
     pruned: tuple[PrunedConfig, ...]
     alternatives: tuple[PlanAlternative, ...]
     bucket_uppers: tuple[int, ...] = ()
+    caveat: str = ""
 
     @property
     def gap(self) -> float:
@@ -147,7 +154,8 @@ class DeploymentPlan:
         return replicas_of(self.groups)
 
     def __str__(self) -> str:
-        return " + ".join(f"{group.config}x{group.num_replicas}" for group in self.groups)
+        """The replicas, and what must be said wherever they are shown."""
+        return plan_name(self.groups) + (f" [{self.caveat}]" if self.caveat else "")
 
 
 @dataclass(frozen=True, slots=True, order=True)

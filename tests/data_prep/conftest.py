@@ -54,7 +54,7 @@ def request_for(tokenizer_folder: Path, tmp_path: Path) -> Callable[..., Prepare
         path: Path, tenant: str = "ann", folder: Path = tokenizer_folder, cache: str = "cache", **dataset: object
     ) -> PrepareRequest:
         if "messages_column" not in dataset:
-            dataset = {"prompt_column": "question", "response_column": "answer", **dataset}
+            dataset = {"prompt_column": "question", "response_column": "answer"} | dataset
         config = DatasetConfig.model_validate({"path": path, **dataset})
         return PrepareRequest(tenant, config, folder, tmp_path / cache, tmp_path / "run")
 
@@ -67,3 +67,16 @@ def real_data() -> Path:
     if not folder.is_dir():
         pytest.skip("the real data sets are not here")
     return folder
+
+
+@pytest.fixture(scope="session")
+def tool_template() -> str:
+    """A chat template that reads tools and tool calls, with marked assistant turns."""
+    return (
+        "{{ bos_token }}{% if tools %}{{ '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}"
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}{% if message.role == 'assistant' %}"
+        "{% generation %}{{ message.content }}{% for call in message.tool_calls or [] %}"
+        "{{ 'CALL ' + call.function.name + ' ' + (call.function.arguments | tojson) }}{% endfor %}{{ '<|im_end|>' }}"
+        "{% endgeneration %}{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )

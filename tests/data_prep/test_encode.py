@@ -6,10 +6,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from data_prep.config import DatasetConfig
-from data_prep.encode import check_tokenizer, encode_row
+from data_prep.encode import Encoder
 from data_prep.errors import DatasetError, RowError
+from data_prep.render import RenderProcess
 from data_prep.tokenizer import load_tokenizer
-from data_prep.types import ChatRow, EncodedSequence, PromptRow
+from data_prep.types import EncodedSequence, Record
 
 PLAIN = DatasetConfig(path="rows.jsonl", prompt_column="question", response_column="answer")
 CHAT = DatasetConfig(path="rows.jsonl", messages_column="messages")
@@ -51,12 +52,30 @@ TEXT_ONLY = (
 NUMBERED = "{% for message in messages %}{{ messages | length }}: {{ message.content }}\n{% endfor %}"
 
 
-def encode_prompt(tokenizer, prompt, response, longest_tokens=None, dataset=PLAIN):
-    return encode_row(PromptRow(7, prompt, response, ""), tokenizer, dataset, longest_tokens)
+RENDERER = RenderProcess()
 
 
-def encode_chat(tokenizer, messages, longest_tokens=None):
-    return encode_row(ChatRow(7, tuple(messages), ""), tokenizer, CHAT, longest_tokens)
+@pytest.fixture(scope="module", autouse=True)
+def _render_process_ends():
+    yield
+    RENDERER.close()
+
+
+def encode(tokenizer, dataset, values, **changes):
+    """The sequence of one row, or the RowError that its reject stands for."""
+    dataset = DatasetConfig.model_validate({**dataset.model_dump(), **changes})
+    rows = Encoder(tokenizer, dataset, RENDERER).encode([Record(7, values, 0)])
+    for reject in rows.rejects:
+        raise RowError(reject.reason, reject.snippet)
+    return rows.train[0]
+
+
+def encode_prompt(tokenizer, prompt, response, **changes):
+    return encode(tokenizer, PLAIN, {"question": prompt, "answer": response}, **changes)
+
+
+def encode_chat(tokenizer, messages, **changes):
+    return encode(tokenizer, CHAT, {"messages": list(messages)}, **changes)
 
 
 def supervised_texts(folder, sequence):
@@ -98,7 +117,7 @@ def test_the_final_eos_is_a_label_even_when_it_is_the_padding_token(changed_toke
 def test_a_tokenizer_without_eos_is_refused_for_prompts(changed_tokenizer):
     tokenizer = load_tokenizer(changed_tokenizer(eos_token=None))
     with pytest.raises(DatasetError, match=r"no eos_token.*tokenizer_config\.json"):
-        check_tokenizer(tokenizer, PLAIN)
+        Encoder(tokenizer, PLAIN, RENDERER)
 
 
 def test_a_marked_conversation_equals_the_rendering_and_mask_of_transformers(tokenizer, tokenizer_folder):
@@ -202,7 +221,7 @@ def test_a_template_that_rewrites_turns_beyond_recognition_is_refused_with_the_r
 
 def test_messages_without_a_chat_template_are_refused_with_the_remedy(changed_tokenizer):
     with pytest.raises(DatasetError, match=r"dataset\.messages_column is 'messages'.*chat_template\.jinja"):
-        check_tokenizer(load_tokenizer(changed_tokenizer("")), CHAT)
+        Encoder(load_tokenizer(changed_tokenizer("")), CHAT, RENDERER)
 
 
 def test_a_chat_template_that_does_not_compile_stops_the_tenant(changed_tokenizer):
@@ -214,13 +233,13 @@ def test_a_chat_template_that_does_not_compile_stops_the_tenant(changed_tokenize
 def test_a_template_that_refuses_a_row_gives_its_words_as_detail_only(changed_tokenizer, template):
     with pytest.raises(RowError) as caught:
         encode_chat(load_tokenizer(changed_tokenizer(template)), TALK)
-    assert caught.value.reason == "chat template refuses the conversation"
+    assert caught.value.reason == "the chat template refuses the row"
     assert "must alternate" in caught.value.detail or "ZeroDivision" in caught.value.detail
 
 
 def test_a_chat_template_cannot_reach_python(changed_tokenizer):
     escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    with pytest.raises(RowError, match="refuses"):
+    with pytest.raises(RowError, match="reaches for an attribute that templates may not read"):
         encode_chat(load_tokenizer(changed_tokenizer(escape)), TALK)
 
 
@@ -240,15 +259,33 @@ def test_a_row_without_a_label_is_rejected_and_position_0_is_never_one(changed_t
 
 def test_a_row_of_exactly_max_length_stays_and_one_token_more_is_dropped(tokenizer):
     num_tokens = len(encode_prompt(tokenizer, "Why?", "So.").input_ids)
-    assert encode_prompt(tokenizer, "Why?", "So.", num_tokens) == encode_prompt(tokenizer, "Why?", "So.")
+    assert encode_prompt(tokenizer, "Why?", "So.", max_length=num_tokens) == encode_prompt(tokenizer, "Why?", "So.")
     with pytest.raises(RowError, match=r"longer than dataset\.max_length"):
-        encode_prompt(tokenizer, "Why?", "So.", num_tokens - 1)
+        encode_prompt(tokenizer, "Why?", "So.", max_length=num_tokens - 1)
 
 
 def test_an_overlong_row_under_the_error_policy_stops_with_row_length_and_remedy(tokenizer):
-    strict = DatasetConfig.model_validate({**PLAIN.model_dump(), "overlong": "error"})
     with pytest.raises(DatasetError, match=r"row 7 of rows\.jsonl has \d+ tokens, .*max_length 2; raise it"):
-        encode_prompt(tokenizer, "Why?", "So.", 2, strict)
+        encode_prompt(tokenizer, "Why?", "So.", max_length=2, overlong="error")
+
+
+def test_a_truncated_row_loses_its_right_end_and_without_a_label_left_it_is_rejected(tokenizer):
+    whole = encode_prompt(tokenizer, "Why?", "So it is.")
+    ((start, end),) = whole.loss_spans
+    for length in range(start + 1, end + 1):
+        cut = encode_prompt(tokenizer, "Why?", "So it is.", max_length=length, overlong="truncate")
+        assert cut.input_ids == whole.input_ids[:length]
+        assert cut.loss_spans == ((start, length),)
+    with pytest.raises(RowError, match=r"no token to learn within dataset\.max_length"):
+        encode_prompt(tokenizer, "Why?", "So it is.", max_length=start, overlong="truncate")
+
+
+def test_truncation_keeps_whole_turns_before_the_cut_and_part_of_the_one_it_hits(tokenizer):
+    whole = encode_chat(tokenizer, TALK)
+    (first, (start, end)) = whole.loss_spans
+    cut = encode_chat(tokenizer, TALK, max_length=end - 1, overlong="truncate")
+    assert cut.loss_spans == (first, (start, end - 1))
+    assert encode_chat(tokenizer, TALK, max_length=start, overlong="truncate").loss_spans == (first,)
 
 
 @pytest.mark.parametrize("spans", [((0, 2),), ((2, 2),), ((1, 5),), ((1, 2), (2, 3)), ((3, 4), (1, 2))])

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from data_prep import sampler
 from data_prep.sampler import epoch_order, step_rows, steps_per_epoch
 
 
@@ -40,3 +41,16 @@ def test_every_row_is_equally_likely_to_come_first():
     counts = np.bincount([epoch_order(seed, 0, num_rows)[0] for seed in range(num_seeds)], minlength=num_rows)
     # Standard deviation of a count is sqrt(5000 * 0.2 * 0.8) = 28; five of them.
     assert abs(counts - num_seeds / num_rows).max() < 140
+
+
+def test_the_steps_of_an_epoch_sort_its_rows_once_and_give_the_order_itself():
+    sampler._kept_order.cache_clear()
+    drawn = np.concatenate([step_rows(11, step, 10, 3) for step in range(4)])
+    assert sampler._kept_order.cache_info().misses == 1
+    assert drawn.tolist() == epoch_order(11, 0, 10).tolist()
+    assert drawn.dtype == np.int64
+
+
+def test_nobody_can_change_the_order_through_the_rows_of_a_step():
+    step_rows(12, 0, 10, 10)[:] = 0
+    assert step_rows(12, 0, 10, 10).tolist() == epoch_order(12, 0, 10).tolist()

@@ -16,9 +16,10 @@ def test_preparing_a_tenant_imports_no_torch(request_for, jsonl, tmp_path):
     requests = [request_for(plain).to_dict(), request_for(chat, messages_column="messages").to_dict()]
     program = (
         "import sys\n"
-        "from data_prep.prepare import PrepareRequest, prepare_tenant\n"
+        "from data_prep.prepare import PrepareRequest, prepare_tenants\n"
         "from data_prep import collate, histogram, sampler\n"
-        f"rows = [prepare_tenant(PrepareRequest.from_dict(values)).num_rows for values in {requests!r}]\n"
+        f"requests = [PrepareRequest.from_dict(values) for values in {requests!r}]\n"
+        "rows = [done.num_rows for done in prepare_tenants(requests, num_workers=0)]\n"
         "print(rows, [name for name in sys.modules if name.split('.')[0] in ('torch', 'prefect', 'mlflow')])\n"
     )
     root = Path(__file__).resolve().parents[2]
