@@ -1,6 +1,6 @@
 """The command line `lobra`. Exit codes: 0 done, 1 failed, 2 bad input.
 
-Prefect, MLflow and torch are imported by the commands that need them alone: `run` and `profile`.
+Prefect, MLflow and torch are imported by the commands that need them alone: `run`, `compare`, `profile`, `track`.
 """
 
 import json
@@ -56,6 +56,35 @@ def run(
     console.print(f"Compare in MLflow: mlflow ui --backend-store-uri {config.tracking.mlflow_uri}", soft_wrap=True)
     if any(tenant["status"] != "finished" for tenant in summary["tenants"].values()):
         raise typer.Exit(1)
+
+
+@app.command()
+def compare(
+    run_file: RunFile,
+    strategies: Annotated[
+        str, typer.Option(help="Two or more of strategy[:batching[:bucket rule]], separated by commas")
+    ] = "lobra,task_fused",
+    run_dir: Annotated[Path | None, typer.Option(help="Folder of the runs; default runs/<name>-compare")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Train anew; old folders are kept, renamed")] = False,
+) -> None:
+    """Train the same tenants under several strategies and compare cost, losses and adapters."""
+    from flows.config import read_run_file
+    from flows.report import comparison_tables
+    from flows.validation import check_run
+    from tasks.comparison import read_variants
+
+    config = read_run_file(run_file)
+    variants = strategies.split(",")
+    read_variants(variants, config.planner)
+    check_run(config, run_file)
+    folder = run_dir or Path("runs") / f"{config.name}-compare"
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
+    from flows.compare import compare as compare_strategies
+
+    comparison = compare_strategies(run=config, strategies=variants, run_dir=folder, fresh=fresh)
+    for table in comparison_tables(comparison):
+        console.print(table)
+    console.print(f"Table and figure: {folder}/comparison.md, {folder}/comparison.png", soft_wrap=True)
 
 
 @app.command()
@@ -167,6 +196,37 @@ def status(
         typer.echo(json.dumps(state, indent=2))
         return
     for table in status_tables(state):
+        console.print(table)
+
+
+@app.command()
+def track(
+    run_file: RunFile,
+    run_dir: Annotated[Path | None, typer.Option(help="Run folder; default runs/<name>")] = None,
+) -> None:
+    """Send a finished run to MLflow again, for what MLflow missed while it was away."""
+    from flows.config import read_run_file
+    from flows.track import track as send
+
+    config = read_run_file(run_file)
+    run_id = send(config, run_dir or config.default_run_dir)
+    console.print(f"MLflow run {run_id} in {config.tracking.mlflow_uri}", soft_wrap=True)
+
+
+@app.command()
+def gc(
+    keep_days: Annotated[float, typer.Option(min=0, help="Remove what is older than this many days")],
+    runs: Annotated[Path, typer.Option(help="Folder that holds the runs")] = Path("runs"),
+    cache_dir: Annotated[Path | None, typer.Option(help="Token cache; default RUNS/.cache")] = None,
+    unfinished: Annotated[bool, typer.Option("--unfinished", help="Unfinished runs too")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed")] = False,
+) -> None:
+    """Remove old finished runs, folders set aside by --fresh, and token files that no kept run uses."""
+    from flows.report import removal_tables
+    from tasks.gc import GcRequest, collect_garbage
+
+    request = GcRequest(runs, cache_dir or runs / ".cache", keep_days, unfinished, dry_run)
+    for table in removal_tables(collect_garbage(request), dry_run):
         console.print(table)
 
 

@@ -25,6 +25,7 @@ from flows.validation import check_run
 from planning.config import ProfileSource
 from planning.phase_file import describe
 from planning.strategies import Phase
+from tasks.disk import check_free_disk
 from tasks.publish import PublishRequest
 from tasks.run_folder import RunFolder, open_run_folder
 from tasks.tracking import RunIdentity, Tracker
@@ -40,6 +41,7 @@ def finetune(run: RunConfig, run_dir: Path | None = None, fresh: bool = False) -
     """
     base = check_run(run)
     with open_run_folder(run_dir or Path("runs") / str(flow_run.id), resolved(run), fresh) as folder:
+        check_free_disk(run.tenants, base, run.training, run.data.cache_dir, folder.path)
         requests = prepare_requests(run, base, folder.path)
         outcomes = tasks.prepare.prepare(requests, run.data.num_workers, run.training.allows_failures, folder)
         prepared, _ = split_outcomes(outcomes, allow_failures=True)
@@ -99,7 +101,7 @@ def identity(run: RunConfig, folder: RunFolder, phases: Sequence[Phase]) -> RunI
             "base_model": str(run.base_model.path),
             "gap": f"{phases[0].plan.gap:.4f}",
         },
-        tags={"prefect.flow_run_id": str(flow_run.id or "")},
+        tags={"prefect.flow_run_id": str(flow_run.id)} if flow_run.id else {},
         tenants=tuple(tenant.name for tenant in run.tenants),
         tenant_params={
             tenant.name: {

@@ -1,6 +1,6 @@
 """Tables for the terminal."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,9 @@ from rich.table import Column, Table
 from flows.preview import Preview
 from planning.profile import read_profile
 from planning.types import DeploymentPlan
+from tasks.comparison import adapters_line, table_cells
+from tasks.disk import shown_bytes
+from tasks.gc import Removal
 from tasks.summary import shown
 from training.profile_store import read_report
 
@@ -82,6 +85,27 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         where = tenant["adapter_path"] or tenant["reason"]
         table.add_row(name, tenant["status"], losses, str(tenant["tokens"]), cost, where)
     return table
+
+
+def comparison_tables(comparison: Mapping[str, Any]) -> list[Table | str]:
+    """A comparison: a row per variant, and whether the adapters are the same."""
+    headings, cells = table_cells(comparison)
+    table = Table(*(Column(heading, overflow="fold") for heading in headings), title=f"{comparison['name']} compared")
+    for line in cells:
+        table.add_row(*line)
+    return [table, adapters_line(comparison)]
+
+
+def removal_tables(removals: Sequence[Removal], dry_run: bool) -> list[Table | str]:
+    """What `lobra gc` removed, and how much that frees."""
+    total = shown_bytes(sum(removal.num_bytes for removal in removals))
+    headline = f"{'Would free' if dry_run else 'Freed'} {total} in {len(removals)} folders."
+    if not removals:
+        return [headline]
+    table = Table(Column("folder", overflow="fold"), "what", "days old", "size")
+    for removal in removals:
+        table.add_row(str(removal.path), removal.kind, f"{removal.age_days:.1f}", shown_bytes(removal.num_bytes))
+    return [table, headline]
 
 
 def status_tables(status: Mapping[str, Any]) -> list[Table | str]:

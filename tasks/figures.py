@@ -1,4 +1,4 @@
-"""The figures of a run: lengths, plan, losses, balance of the replicas, GPU seconds. Each writes a PNG file.
+"""The figures of a run: plan, losses, balance of the replicas, padding, GPU seconds. Each writes a PNG file.
 
 `records` are the steps of steps.jsonl that count, in order (`training.journal.effective_steps`). Every function returns
 the matplotlib figure that it saved.
@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import polars as pl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 from planning.types import DeploymentPlan, Replica
 from tasks.figure_style import (
@@ -39,7 +38,6 @@ Records = Sequence[Mapping[str, Any]]
 Array = npt.NDArray[np.float64]
 
 GPUS_PER_ROW = 16
-NUM_LENGTH_BINS = 48
 MAX_LABELLED_LINES = 12
 NUM_ALTERNATIVES = 5
 NAME_WIDTH = 22  # characters per line of an alternative's name
@@ -47,41 +45,6 @@ SMOOTHED_FROM_STEPS = 40
 ROW_FILL = 0.9  # part of a row that the longest busy time fills
 OTHER_PLAN = WAITING = "#CDD1D8"
 BUSY = REPLICA_BLUES[0]
-
-
-def histogram_figure(histogram: pl.DataFrame, bucket_borders: Sequence[int], path: Path) -> Figure:
-    """Lengths of every tenant (`tenant, length, count`), one above the other; bucket borders (tokens) as lines."""
-    tenants = histogram["tenant"].unique(maintain_order=True).to_list()
-    colours = tenant_colours(tenants)
-    figure = new_figure(8.0, 1.3 + 0.75 * len(tenants), "Sequence lengths by tenant")
-    shortest, longest = int(histogram["length"].min()), int(histogram["length"].max())  # type: ignore[arg-type]
-    edges = np.geomspace(shortest * 0.9, longest * 1.1, NUM_LENGTH_BINS + 1)
-    panels = figure.subplots(len(tenants), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, tenant in zip(panels, tenants, strict=True):
-        own = histogram.filter(pl.col("tenant") == tenant).sort("length")
-        lengths, counts = own["length"].to_numpy(), own["count"].to_numpy()
-        shares, _ = np.histogram(lengths, bins=edges, weights=counts / counts.sum())
-        axes.stairs(shares, edges, fill=True, color=colours[tenant], alpha=0.85)
-        for border in bucket_borders:
-            axes.axvline(border, color=INK, linewidth=0.7, linestyle=(0, (4, 3)), alpha=0.6)
-        median = lengths[np.searchsorted(counts.cumsum(), counts.sum() / 2)]
-        style(axes)
-        axes.grid(False)
-        axes.spines["left"].set_visible(False)
-        axes.set_yticks([])
-        axes.set_ylabel(
-            tenant, rotation=0, ha="right", va="center", color=colours[tenant], fontsize=10, fontweight="bold"
-        )
-        note = f"{counts.sum():,} sequences\nmedian {median:,}\nlongest {lengths.max():,}"
-        axes.text(1.01, 0.5, note, transform=axes.transAxes, va="center", fontsize=8.5, color=FAINT_INK)
-    panels[-1].set_xscale("log")
-    panels[-1].set_xlim(edges[0], edges[-1])
-    panels[-1].xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens:,.0f}"))
-    panels[-1].xaxis.set_minor_formatter(NullFormatter())
-    panels[-1].set_xticks([tokens for tokens in _round_lengths() if edges[0] <= tokens <= edges[-1]])
-    note = "; dashed: bucket borders" if bucket_borders else ""
-    panels[-1].set_xlabel(f"tokens per sequence (height: share of the tenant's sequences{note})", color=FAINT_INK)
-    return save(figure, path)
 
 
 def plan_figure(plan: DeploymentPlan, path: Path) -> Figure:
@@ -123,19 +86,19 @@ def loss_figure(records: Records, path: Path) -> Figure:
 def balance_figure(records: Records, path: Path) -> Figure:
     """Busy seconds of every replica in every step, predicted and measured; what it then waits for the slowest; and
     the imbalance that results."""
-    predicted_RS = np.array([record["predicted_replica_seconds"] for record in records]).T
-    measured_RS = np.array([record["replica_seconds"] for record in records]).T
+    predicted_RS = _replica_seconds(records, "predicted_replica_seconds")
+    measured_RS = _replica_seconds(records, "replica_seconds")
     num_replicas, num_steps = measured_RS.shape
     first_step = records[0]["step"]
     rows_height = min(0.75 * num_replicas, 10.0)
     figure = new_figure(8.5, rows_height + 3.0, "Balance of the replicas")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[rows_height + 0.6, 1.4])
-    longest_seconds = max(predicted_RS.max(), measured_RS.max())
+    longest_seconds = max(np.nanmax(predicted_RS), np.nanmax(measured_RS))
     edges = first_step - 0.5 + np.arange(num_steps + 1)
-    slowest_S = measured_RS.max(axis=0)
+    slowest_S = np.nanmax(measured_RS, axis=0)
     for replica, (predicted_S, measured_S) in enumerate(zip(predicted_RS, measured_RS, strict=True)):
         base = num_replicas - 1 - replica
-        for seconds_S, colour in ((slowest_S, WAITING), (measured_S, BUSY)):
+        for seconds_S, colour in ((np.where(np.isnan(measured_S), np.nan, slowest_S), WAITING), (measured_S, BUSY)):
             top.stairs(base + ROW_FILL * seconds_S / longest_seconds, edges, baseline=base, fill=True, color=colour)
         top.stairs(base + ROW_FILL * predicted_S / longest_seconds, edges, baseline=None, color=INK, linewidth=1.3)
     style(top, title=f"Busy seconds of each step (a full row is {short_number(longest_seconds / ROW_FILL)} s)")
@@ -156,6 +119,25 @@ def balance_figure(records: Records, path: Path) -> Figure:
     ]
     figure.legend(handles=keys, loc="outside upper right", ncols=3, frameon=False, fontsize=9)
     _draw_imbalance(bottom, first_step + np.arange(num_steps), {"predicted": predicted_RS, "measured": measured_RS})
+    return save(figure, path)
+
+
+def padding_figure(records: Records, path: Path) -> Figure:
+    """Padding ratio of every step, and over all steps together."""
+    steps = np.array([record["step"] for record in records])
+    num_computed = np.array([record["num_computed_tokens"] for record in records], dtype=np.float64)
+    num_real = np.array([record["num_tokens"] for record in records], dtype=np.float64)
+    overall = 1.0 - num_real.sum() / num_computed.sum()
+    figure = new_figure(8.5, 2.8, f"Padding: {overall:.1%} of all computed tokens")
+    axes = figure.subplots()
+    style(axes, "step", "padding ratio")
+    edges = np.append(steps - 0.5, steps[-1] + 0.5)
+    axes.stairs(1.0 - num_real / num_computed, edges, fill=True, color=BUSY)
+    axes.axhline(overall, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_ylim(bottom=0.0)
+    axes.set_xlim(edges[0], edges[-1])
+    whole_steps(axes)
     return save(figure, path)
 
 
@@ -245,13 +227,22 @@ def _draw_imbalance(axes: Axes, steps: Array, seconds: Mapping[str, Array]) -> N
     looks = {"predicted": (INK, 1.3), "measured": (BUSY, 2.0)}
     means = []
     for kind, seconds_RS in seconds.items():
-        imbalance_S = seconds_RS.max(axis=0) / seconds_RS.mean(axis=0) - 1.0
+        imbalance_S = np.nanmax(seconds_RS, axis=0) / np.nanmean(seconds_RS, axis=0) - 1.0
         axes.plot(steps, imbalance_S, color=looks[kind][0], linewidth=looks[kind][1], label=kind)
         means.append(f"{kind} {imbalance_S.mean():.1%}")
     style(axes, "step", "imbalance", f"Slowest replica against the mean of all; on average {', '.join(means)}")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_ylim(bottom=0.0)
     whole_steps(axes)
+
+
+def _replica_seconds(records: Records, key: str) -> Array:
+    """Seconds (replica, step); NaN where a step's plan has fewer replicas than another's."""
+    num_replicas = max(len(record[key]) for record in records)
+    seconds_RS = np.full((num_replicas, len(records)), np.nan)
+    for step, record in enumerate(records):
+        seconds_RS[: len(record[key]), step] = record[key]
+    return seconds_RS
 
 
 def _gpu_seconds(records: Records) -> tuple[dict[str, float], dict[str, Array]]:
@@ -279,8 +270,3 @@ def _smoothed(values: Array) -> Array:
     """Mean over a window that covers a twentieth of the run, cut at its ends."""
     half = max(1, len(values) // 40)
     return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
-
-
-def _round_lengths() -> list[int]:
-    """10, 20, 50, 100, ... for ticks on a logarithmic axis."""
-    return [digit * 10**power for power in range(1, 7) for digit in (1, 2, 5)]

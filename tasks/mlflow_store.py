@@ -48,6 +48,18 @@ class RunSpec:
     parent_run_id: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class VersionSpec:
+    """A version of a registered model: the files at `artifact_path` of a run, its tags, and the alias it takes."""
+
+    model_name: str
+    run_id: str
+    artifact_path: str
+    tags: Mapping[str, str]
+    order_tag: str
+    alias: str
+
+
 class MlflowStore:
     """One experiment of an MLflow store. It is reached, and the experiment made, with the first call."""
 
@@ -123,6 +135,30 @@ class MlflowStore:
 
     def set_tag(self, run_id: str, key: str, value: str) -> None:
         self._client.set_tag(run_id, key, value)
+
+    def register(self, spec: VersionSpec) -> str:
+        """Make a model version of a run's files, unless the run has one; returns it. The alias moves to it unless it
+        stands on a version with a later tag `spec.order_tag`, as when an old run is registered late."""
+        self._ensure_model(spec.model_name)
+        found = self._client.search_model_versions(f"name = '{spec.model_name}' AND run_id = '{spec.run_id}'")
+        version = str(found[0].version) if found else self._create_version(spec)
+        holder = self._client.get_registered_model(spec.model_name).aliases.get(spec.alias)
+        tags = self._client.get_model_version(spec.model_name, str(holder)).tags if holder else {}
+        if tags.get(spec.order_tag, "") <= spec.tags[spec.order_tag]:
+            self._client.set_registered_model_alias(spec.model_name, spec.alias, version)
+        return version
+
+    def _ensure_model(self, name: str) -> None:
+        try:
+            self._client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+
+    def _create_version(self, spec: VersionSpec) -> str:
+        source = f"{self._client.get_run(spec.run_id).info.artifact_uri}/{spec.artifact_path}"
+        tags = dict(spec.tags)
+        return str(self._client.create_model_version(spec.model_name, source, spec.run_id, tags=tags).version)
 
     def end_run(self, run_id: str, status: str) -> None:
         """`status` is FINISHED, FAILED or KILLED."""

@@ -1,22 +1,36 @@
 """Prefect task that ends a run: PEFT folders, figures, summary.json, and all of it in MLflow."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 from prefect import task
-from prefect.artifacts import create_markdown_artifact
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_table_artifact,
+)
 from prefect.cache_policies import NO_CACHE
 
+from data_prep.names import folder_name
 from data_prep.prepare import Outcome
 from planning.config import Strategy
+from planning.step_plan import StepPlan
 from planning.strategies import Phase
-from tasks.figures import balance_figure, gpu_seconds_figure, histogram_figure, loss_figure, plan_figure
+from tasks.figures import balance_figure, gpu_seconds_figure, loss_figure, padding_figure, plan_figure
+from tasks.length_figure import histogram_figure
+from tasks.report import write_report
 from tasks.run_folder import RunFolder, write_json
-from tasks.summary import FAILED, RunResults, TenantOutcome, skipped, summarise, summary_markdown
+from tasks.run_page import figure_markdown
+from tasks.send import send_results
+from tasks.summary import FAILED, RunResults, TenantOutcome, result_rows, skipped, summarise, summary_markdown
 from tasks.tracking import Tracker
+from training.adapter_probe import probe_adapters, probe_item
+from training.base_model import read_base_model
+from training.checkpoint import adapter_file
 from training.config import BaseModelConfig, TenantConfig
 from training.deployment import split_outcomes
 from training.journal import effective_steps, read_journal
@@ -40,39 +54,72 @@ class PublishRequest:
 
 @task(name="publish", cache_policy=NO_CACHE)
 def publish(request: PublishRequest, folder: RunFolder, tracker: Tracker) -> dict[str, Any]:
-    """Export the adapters, draw, log, and last of all write summary.json: a folder that has it is finished."""
+    """Export and probe the adapters, draw, log, and last write summary.json: a folder that has it is finished."""
     prepared, failures = split_outcomes(request.outcomes, allow_failures=True)
-    tenants = {tenant.name: _export(tenant, request, folder) for tenant in request.tenants}
+    tenants = export_adapters(request, folder)
     tenants |= {failure.tenant: skipped(failure.reason) for failure in failures}
     records = read_journal(folder.steps)
     summary = summarise(RunResults(request.strategy, request.phases, tuple(prepared), tenants, records))
-    for figure in draw_figures(request.histogram, request.phases, effective_steps(records), folder.figures):
-        tracker.log_figure(figure)
-    for tenant, outcome in tenants.items():
-        if outcome.adapter_path is not None:
-            tracker.log_artifact_dir(tenant, Path(outcome.adapter_path), "adapter")
-    tracker.log_summary(summary)
-    create_markdown_artifact(summary_markdown(summary), key="result", description="Adapters and GPU seconds")
+    draw_figures(request.histogram, request.phases, records, folder)
+    write_report(summary, folder)
+    send_results(summary, request.tenants, request.base_model, folder, tracker)
+    create_artifacts(summary, folder, tracker)
     write_json(folder.summary, summary)
     return summary
 
 
+def create_artifacts(summary: Mapping[str, Any], folder: RunFolder, tracker: Tracker) -> None:
+    """What the run page shows of the result; the link to MLflow only where a tracking server has pages."""
+    create_markdown_artifact(summary_markdown(summary), key="result", description="Adapters and GPU seconds")
+    create_table_artifact(result_rows(summary), key="tenants", description="Every tenant's status, losses and cost")
+    balance = figure_markdown(folder.figures / "balance.png", "Busy time per replica and step")
+    create_markdown_artifact(balance, key="balance", description="Busy time per replica and step")
+    create_link_artifact(folder.report.resolve().as_uri(), "report.html", key="report", description="The run's report")
+    if tracker.parent_url is not None:
+        create_link_artifact(tracker.parent_url, "MLflow", key="mlflow", description="The run in MLflow")
+
+
 def draw_figures(
-    histogram: pl.DataFrame, phases: Sequence[Phase], steps: Sequence[dict[str, Any]], folder: Path
-) -> list[Path]:
+    histogram: pl.DataFrame, phases: Sequence[Phase], records: Sequence[dict[str, Any]], folder: RunFolder
+) -> None:
     """The figures of a run, as PNG files."""
-    folder.mkdir(parents=True, exist_ok=True)
+    figures, steps = folder.figures, effective_steps(records)
+    figures.mkdir(parents=True, exist_ok=True)
     plans = list({str(phase.plan): phase.plan for phase in phases}.values())
-    plan_paths = [folder / ("plan.png" if len(plans) == 1 else f"plan-{n}.png") for n in range(1, len(plans) + 1)]
-    names = ("lengths", "losses", "balance", "gpu_seconds")
-    lengths, losses, balance, gpu_seconds = (folder / f"{name}.png" for name in names)
-    histogram_figure(histogram, (), lengths)
-    for plan, path in zip(plans, plan_paths, strict=True):
-        plan_figure(plan, path)
-    loss_figure(steps, losses)
-    gpu_seconds_figure(steps, gpu_seconds)
-    balance_figure(steps, balance)
-    return [lengths, *plan_paths, losses, balance, gpu_seconds]
+    for number, plan in enumerate(plans, 1):
+        plan_figure(plan, figures / ("plan.png" if len(plans) == 1 else f"plan-{number}.png"))
+    borders = phases[0].plan.bucket_uppers or last_borders(folder.step_plans)
+    histogram_figure(histogram, borders if len(phases) == 1 else (), figures / "lengths.png")
+    loss_figure(steps, figures / "losses.png")
+    balance_figure(steps, figures / "balance.png")
+    padding_figure(steps, figures / "padding.png")
+    gpu_seconds_figure(steps, figures / "gpu_seconds.png")
+
+
+def last_borders(step_plans: Path) -> list[int]:
+    """Lengths (tokens) that sequences were padded to in the last step; none where chunks are packed."""
+    last = StepPlan.from_json(read_journal(step_plans)[-1]["plan"])
+    jobs = [job for wave in last.waves for job in wave.jobs]
+    padded = {chunk.padded_tokens for job in jobs for member in job.members for chunk in member.chunks}
+    return sorted(length for length in padded if length is not None)
+
+
+def export_adapters(request: PublishRequest, folder: RunFolder) -> dict[str, TenantOutcome]:
+    """A PEFT folder for every tenant that was trained to its end; what fails its logits probe is taken away again."""
+    outcomes = {tenant.name: _export(tenant, request, folder) for tenant in request.tenants}
+    exported = [tenant for tenant in request.tenants if outcomes[tenant.name].adapter_path is not None]
+    num_layers = read_base_model(request.base_model).num_layers
+    items = []
+    for tenant in exported:
+        weights = adapter_file(request.result.checkpoint.folder, folder_name(tenant.name))
+        items.append(probe_item(folder.adapter(tenant.name), weights, tenant, num_layers))
+    for tenant, result in zip(exported, probe_adapters(request.base_model, items), strict=True):
+        if result.has_passed:
+            outcomes[tenant.name] = replace(outcomes[tenant.name], probe=result)
+        else:
+            shutil.rmtree(folder.adapter(tenant.name))
+            outcomes[tenant.name] = TenantOutcome(FAILED, None, result.reason, result)
+    return outcomes
 
 
 def _export(tenant: TenantConfig, request: PublishRequest, folder: RunFolder) -> TenantOutcome:

@@ -14,6 +14,8 @@ from data_prep.names import folder_name
 from planning.errors import InputError, LobraError
 from training.checkpoint import sync_to_disk
 
+LOCK = "lock"
+
 
 class RunFolderLockedError(LobraError):
     """Another controller works in this run folder."""
@@ -72,6 +74,10 @@ class RunFolder:
         return self.path / "figures"
 
     @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 
@@ -106,7 +112,7 @@ def open_run_folder(path: Path, config: dict[str, Any], fresh: bool) -> Iterator
     folder = RunFolder(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
-    with _locked(path / "lock"):
+    with lock_folder(path):
         if fresh and folder.config.exists():
             _set_aside(path)
         folder.refuse_finished()
@@ -163,22 +169,36 @@ def _set_aside(path: Path) -> None:
     aside = path.with_name(f"{path.name}.{datetime.now(UTC):%Y%m%dT%H%M%S.%f}")
     aside.mkdir(mode=0o700)
     for item in path.iterdir():
-        if item.name != "lock":
+        if item.name != LOCK:
             item.rename(aside / item.name)
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("a+") as file:
+def lock_folder(path: Path) -> Iterator[None]:
+    """Hold a run folder. Raises RunFolderLockedError, with the holder's process, if another process does."""
+    with (path / LOCK).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
             raise RunFolderLockedError(
-                f"{path.parent}: another run holds this folder (process {file.read().strip() or 'unknown'}); "
+                f"{path}: another run holds this folder (process {file.read().strip() or 'unknown'}); "
                 "wait for it or choose another --run-dir"
             ) from error
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
         yield
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a controller holds the run folder. Changes nothing."""
+    lock = path / LOCK
+    if not lock.exists():
+        return False
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

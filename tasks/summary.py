@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from data_prep.prepare import PreparedTenant
 from planning.config import Strategy
 from planning.phase_file import describe
 from planning.strategies import Phase
+from training.adapter_probe import ProbeResult
 from training.journal import effective_steps, overhead_gpu_seconds
 from training.progress import TenantStatus
 
@@ -18,11 +20,12 @@ FAILED = "failed"  # its adapter must not be published
 
 @dataclass(frozen=True, slots=True)
 class TenantOutcome:
-    """How one tenant ended: trained (with its adapter folder) or not (with the reason)."""
+    """How one tenant ended: trained (with its adapter folder, which passed its probe) or not (with the reason)."""
 
     status: str
     adapter_path: str | None = None
     reason: str = ""
+    probe: ProbeResult | None = None
 
     @property
     def is_good(self) -> bool:
@@ -51,17 +54,22 @@ def summarise(results: RunResults) -> dict[str, Any]:
         "num_gpus": results.phases[0].plan.num_gpus,
         "gap": results.phases[0].plan.gap,
         "steps": len(steps),
+        "trained_at": datetime.fromtimestamp(steps[-1]["time"], UTC).isoformat() if steps else None,
         "gpu_seconds": sum(step["gpu_seconds"] for step in steps),
         "overhead_gpu_seconds": overhead_gpu_seconds(results.records),
         "predicted_step_seconds": mean([step["predicted_seconds"] for step in steps]),
         "measured_step_seconds": mean([step["measured_seconds"] for step in steps]),
-        "padding_ratio": mean([step["padding_ratio"] for step in steps]),
+        "padding_ratio": padding_ratio(steps),
+        "imbalance": mean([step["imbalance"] for step in steps]),
         "dispatch_milliseconds": mean([step["dispatch_milliseconds"] for step in steps]),
         "tenants": {
             name: {
                 "status": outcome.status,
                 "adapter_path": outcome.adapter_path,
                 "reason": outcome.reason,
+                "probe": None
+                if outcome.probe is None
+                else {"effect": outcome.probe.effect, "error": outcome.probe.error},
                 "num_rejects": num_rejects.get(name, 0),
                 **tenant_totals(steps, name),
             }
@@ -81,6 +89,12 @@ def tenant_totals(steps: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
         "first_loss": mean(losses[:NUM_LOSS_STEPS]),
         "last_loss": mean(losses[-NUM_LOSS_STEPS:]),
     }
+
+
+def padding_ratio(steps: Sequence[dict[str, Any]]) -> float | None:
+    """Padding tokens / computed tokens of all steps together."""
+    num_computed = sum(step["num_computed_tokens"] for step in steps)
+    return 1.0 - sum(step["num_tokens"] for step in steps) / num_computed if num_computed else None
 
 
 def skipped(reason: str) -> TenantOutcome:
@@ -105,6 +119,12 @@ def summary_markdown(summary: Mapping[str, Any]) -> str:
             *rows,
         ]
     )
+
+
+def result_rows(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row per tenant, for a table that can be sorted."""
+    keys = ("status", "steps", "tokens", "gpu_seconds", "first_loss", "last_loss", "num_rejects", "reason")
+    return [{"tenant": name, **{key: totals[key] for key in keys}} for name, totals in summary["tenants"].items()]
 
 
 def shown(loss: float | None) -> str:

@@ -18,7 +18,8 @@ from typing import Any, Self
 
 import polars as pl
 
-from tasks.mlflow_store import MAX_METRICS_PER_BATCH, STORE_ERRORS, MlflowStore, RunSpec
+from tasks.mlflow_store import MAX_METRICS_PER_BATCH, STORE_ERRORS, MlflowStore, RunSpec, VersionSpec
+from tasks.registry import TRAINED_AT, model_name
 from tasks.tracked_runs import TrackedRun, TrackedRuns
 from tasks.tracking_config import TrackingConfig
 from tasks.tracking_metrics import Point, joint_point, metric_part, point_batches, summary_metrics, tenant_point
@@ -73,7 +74,12 @@ class Tracker:
         self._waiting.append(partial(self._end_runs, status))
         self._send()
         if self._is_behind and self._config.enabled:
-            logger.warning("MLflow lacks a part of run %s; steps.jsonl has every step", self._identity.run_dir)
+            logger.warning("MLflow lacks a part of run %s; later: lobra track RUN.yaml", self._identity.run_dir)
+
+    @property
+    def is_behind(self) -> bool:
+        """MLflow lacks something, or was not asked since."""
+        return self._is_behind
 
     @property
     def parent_run_id(self) -> str | None:
@@ -114,11 +120,16 @@ class Tracker:
             raise FileNotFoundError(f"there is no folder {folder} to log")
         self._send_item(lambda: self._store.log_folder(self._run(tenant).run_id, folder, artifact_path))
 
-    def log_figure(self, path: Path) -> None:
-        """A figure's file, to folder `figures` of the parent."""
+    def log_file(self, path: Path, artifact_path: str) -> None:
+        """A file, to a folder of the parent's artifacts ("" is their root)."""
         if not path.is_file():
-            raise FileNotFoundError(f"there is no figure {path} to log")
-        self._send_item(lambda: self._store.log_file(self._run(None).run_id, path, "figures"))
+            raise FileNotFoundError(f"there is no file {path} to log")
+        self._send_item(lambda: self._store.log_file(self._run(None).run_id, path, artifact_path))
+
+    def register_adapter(self, tenant: str, artifact_path: str, tags: Mapping[str, str]) -> None:
+        """Make the files logged at `artifact_path` of a tenant's run the newest version of its registered model."""
+        if self._config.register_adapters:
+            self._send_item(partial(self._register, tenant, artifact_path, tags))
 
     def _run(self, tenant: str | None) -> TrackedRun:
         run = self._runs.parent if tenant is None else self._runs.tenants[tenant]
@@ -155,7 +166,7 @@ class Tracker:
                 return TrackedRun(self._store.create_run(spec))
             return run
 
-        spec = RunSpec(identity.run_name, identity.params, tags | {"kind": "joint"})
+        spec = RunSpec(identity.run_name, identity.params, tags | {"kind": "joint"}, self._config.parent_run_id)
         parent = self._runs.parent = opened(self._runs.parent, spec)
         specs = {parent.run_id: spec}
         self._runs.write(self._runs_path)
@@ -197,7 +208,17 @@ class Tracker:
     def _write_histogram(self, histogram: pl.DataFrame) -> None:
         for tenant, run in self._runs.tenants.items():
             lengths = histogram.filter(pl.col("tenant") == tenant).select("length", "count")
+            if lengths.is_empty():  # its data could not be prepared
+                continue
             self._store.log_lengths(run.run_id, f"lengths of {metric_part(tenant)}", lengths)
+
+    def _register(self, tenant: str, artifact_path: str, tags: Mapping[str, str]) -> None:
+        own_tags = {**tags, "joint_run_id": self._run(None).run_id}
+        name = model_name(self._config.experiment, tenant)
+        alias = self._config.registry_alias
+        spec = VersionSpec(name, self._run(tenant).run_id, artifact_path, own_tags, TRAINED_AT, alias)
+        version = self._store.register(spec)
+        logger.info("Adapter of tenant %s is version %s of %s", tenant, version, name)
 
     def _end_runs(self, status: str) -> None:
         for tenant, run in self._runs.tenants.items():

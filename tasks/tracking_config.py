@@ -1,5 +1,6 @@
 """The section of a run file that says where a run is tracked. No mlflow import: the command line validates with it."""
 
+import re
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -18,6 +19,11 @@ class TrackingConfig(Section):
     )
     experiment: Annotated[str, Field(min_length=1, title="MLflow experiment")] = "lobra"
     enabled: Annotated[bool, Field(title="Track the run in MLflow")] = True
+    register_adapters: Annotated[bool, Field(title="Register adapters that passed their probe")] = True
+    parent_run_id: Annotated[str | None, Field(title="MLflow run that this run is nested in")] = None
+    registry_alias: Annotated[
+        str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,99}$", title="Alias of a tenant's newest good adapter")
+    ] = "champion"
 
     @field_validator("mlflow_uri")
     @classmethod
@@ -29,3 +35,10 @@ class TrackingConfig(Section):
                 "give sqlite:///mlflow.db or the http(s):// address of a tracking server"
             )
         return uri
+
+    @field_validator("registry_alias")
+    @classmethod
+    def _an_alias_that_mlflow_takes(cls, alias: str) -> str:
+        if alias.lower() == "latest" or re.fullmatch(r"[vV]\d+", alias):
+            raise ValueError(f"MLflow reserves the alias {alias!r}; choose another, for instance champion")
+        return alias

@@ -19,6 +19,7 @@ import yaml
 from mlflow.tracking import MlflowClient
 
 from flows.config import RunConfig
+from tasks.comparison import read_variants
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PREFECT = str(Path(sys.executable).with_name("prefect"))
@@ -36,6 +37,9 @@ def test_deployments_start_from_the_demo_run_file() -> None:
     nightly = RunConfig.model_validate(deployments()["nightly"]["parameters"]["run"])
     assert nightly.training.allows_failures
     assert nightly.tenants == RunConfig.model_validate(demo).tenants
+    compare = deployments()["compare"]["parameters"]
+    assert compare["run"] == demo
+    assert len(read_variants(compare["strategies"], nightly.planner)) == 4
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,14 @@ from peft import PeftModel
 from prefect import get_client
 from transformers import AutoModelForCausalLM
 
+from data_prep.names import folder_name
 from flows.config import RunConfig
 from flows.finetune import finetune
-from planning.errors import InputError
+from flows.track import track
+from planning.errors import InputError, LobraError
 from tasks.run_status import read_status
 from training.journal import effective_steps, read_journal
+from training.peft_export import export_adapter
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -46,17 +50,21 @@ def test_two_tenants_become_adapters_that_peft_loads_with_costs_in_mlflow(finish
             assert (adapted(tokens).logits - plain).abs().max() > 1e-4
     bill = sum(tenant["gpu_seconds"] for tenant in summary["tenants"].values())
     assert bill == pytest.approx(summary["gpu_seconds"])
+    for tenant in summary["tenants"].values():
+        assert 0 <= tenant["probe"]["error"] < 1e-3 < tenant["probe"]["effect"]
     assert_tracked(run, folder, summary)
+    assert_registered(run, folder, summary)
+    assert_shown_on_the_run_page()
     assert read_status(folder)["stage"] == "finished"
 
 
-def assert_tracked(run: RunConfig, folder: Path, summary: dict) -> None:
+def assert_tracked(run: RunConfig, folder: Path, summary: dict, by_flow: bool = True) -> None:
     client = MlflowClient(run.tracking.mlflow_uri)
     ids = json.loads((folder / "mlflow.json").read_text())
     parent = client.get_run(ids["parent"]["run_id"])
     assert (parent.info.status, parent.data.tags["kind"]) == ("FINISHED", "joint")
     assert parent.data.params["plan"] == summary["plan"]
-    assert parent.data.tags["prefect.flow_run_id"]
+    assert ("prefect.flow_run_id" in parent.data.tags) == by_flow
     steps = effective_steps(read_journal(folder / "steps.jsonl"))
     for metric in (
         "gpu_seconds/total",
@@ -74,6 +82,7 @@ def assert_tracked(run: RunConfig, folder: Path, summary: dict) -> None:
         "figures/plan.png",
         "figures/lengths.png",
     }
+    assert [file.path for file in client.list_artifacts(parent.info.run_id, "report")] == ["report/report.html"]
     child = client.get_run(ids["tenants"]["short"]["run_id"])
     assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
     assert [p.value for p in client.get_metric_history(child.info.run_id, "loss")] == [
@@ -83,17 +92,78 @@ def assert_tracked(run: RunConfig, folder: Path, summary: dict) -> None:
     assert adapter == {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
 
 
-def test_the_run_page_shows_lengths_plan_and_result(finished) -> None:
+def assert_registered(run: RunConfig, folder: Path, summary: dict) -> None:
+    client = MlflowClient(run.tracking.mlflow_uri)
+    ids = json.loads((folder / "mlflow.json").read_text())
+    for name in summary["tenants"]:
+        version = client.get_model_version_by_alias(f"tests.{folder_name(name)}", "champion")
+        assert version.run_id == ids["tenants"][name]["run_id"]
+        tags = {"tenant": name, "rank": "4", "plan": summary["plan"], "joint_run_id": ids["parent"]["run_id"]}
+        assert tags.items() <= version.tags.items()
+
+
+def test_an_adapter_that_fails_its_probe_is_taken_away_and_not_registered(
+    tiny_run, workspace: Path, monkeypatch
+) -> None:
+    def export_distorted(*arguments: Any) -> Path:
+        folder = export_adapter(*arguments)
+        if folder.name.startswith("long"):
+            config = folder / "adapter_config.json"
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 1}))
+        return folder
+
+    monkeypatch.setattr("tasks.publish.export_adapter", export_distorted)
+    run, folder = tiny_run(), workspace / "runs" / "distorted"
+    summary = finetune(run=run, run_dir=folder)
+    assert summary["tenants"]["short"]["status"] == "finished"
+    distorted = summary["tenants"]["long"]
+    assert (distorted["status"], distorted["adapter_path"]) == ("failed", None)
+    assert "off the trained adapter's" in distorted["reason"]
+    assert [path.name for path in (folder / "adapters").iterdir()] == [folder_name("short")]
+    models = MlflowClient(run.tracking.mlflow_uri).search_registered_models()
+    assert [model.name for model in models] == [f"tests.{folder_name('short')}"]
+
+
+def test_a_run_that_mlflow_missed_is_sent_and_registered_later(tiny_run, workspace: Path) -> None:
+    away = tiny_run(tracking={"mlflow_uri": "http://127.0.0.1:9", "experiment": "tests"})
+    folder = workspace / "runs" / "missed"
+    summary = finetune(run=away, run_dir=folder)
+    assert {tenant["status"] for tenant in summary["tenants"].values()} == {"finished"}
+    with pytest.raises(LobraError, match="did not take all"):
+        track(away, folder)
+    run = tiny_run()
+    track(run, folder)
+    assert track(run, folder) == json.loads((folder / "mlflow.json").read_text())["parent"]["run_id"]
+    assert_tracked(run, folder, summary, by_flow=False)
+    assert_registered(run, folder, summary)
+    client = MlflowClient(run.tracking.mlflow_uri)
+    assert len(client.search_model_versions(f"name = 'tests.{folder_name('short')}'")) == 1
+    with pytest.raises(InputError, match="no finished run lies here"):
+        track(run, workspace / "runs" / "none")
+
+
+def assert_shown_on_the_run_page() -> None:
     with get_client(sync_client=True) as client:
         artifacts = client.read_artifacts()
-    assert {artifact.key for artifact in artifacts} >= {"lengths", "plan", "training", "result"}
+    assert {artifact.key for artifact in artifacts} >= {
+        "lengths",
+        "plan",
+        "training",
+        "result",
+        "tenants",
+        "balance",
+        "report",
+    }
 
 
-def test_a_finished_folder_is_refused_and_fresh_keeps_the_old_one(finished, workspace: Path) -> None:
-    run, folder, _ = finished
+def test_a_finished_folder_is_refused_and_left_as_it_is(tiny_run, workspace: Path) -> None:
+    folder = workspace / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    for name in ("config.json", "summary.json"):
+        (folder / name).write_text("{}")
     with pytest.raises(InputError, match="this run is finished; add --fresh"):
-        finetune(run=run, run_dir=folder)
-    assert not (workspace / "runs").joinpath("other").exists()
+        finetune(run=tiny_run(), run_dir=folder)
+    assert (folder / "summary.json").read_text() == "{}"
 
 
 def test_a_tenant_with_a_bad_file_ends_the_run_and_leaves_nothing_in_the_way(tiny_run, workspace: Path) -> None:

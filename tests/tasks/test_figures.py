@@ -4,7 +4,8 @@ from matplotlib.patches import Rectangle
 
 from planning.types import DeploymentPlan, ParallelConfig, PlanAlternative, ReplicaGroup
 from tasks.figure_style import COLOURS, spread_apart, tenant_colours
-from tasks.figures import balance_figure, gpu_seconds_figure, histogram_figure, loss_figure, plan_figure
+from tasks.figures import balance_figure, gpu_seconds_figure, loss_figure, padding_figure, plan_figure
+from tasks.length_figure import histogram_figure
 
 PNG = b"\x89PNG"
 
@@ -114,6 +115,30 @@ def test_the_balance_figure_shows_busy_waiting_and_predicted_of_every_replica(st
     lines = {line.get_label(): line.get_ydata() for line in imbalance.lines}
     assert list(lines["measured"]) == pytest.approx([0.2] * 4)  # 0.9 / 0.75 - 1
     assert list(lines["predicted"]) == pytest.approx([0.0] * 4)
+
+
+def test_the_balance_figure_leaves_a_hole_where_a_later_plan_has_fewer_replicas(step_record, tmp_path):
+    records = [step_record(step) for step in range(3)]
+    records[2] |= {"replica_seconds": [0.4], "predicted_replica_seconds": [0.4]}
+
+    replicas, imbalance = balance_figure(records, tmp_path / "balance.png").axes
+
+    waiting, busy, _ = (patch.get_data().values for patch in replicas.patches[3:])
+    assert list(busy) == pytest.approx([0.6, 0.6, float("nan")], nan_ok=True)
+    assert list(waiting) == pytest.approx([0.9, 0.9, float("nan")], nan_ok=True)
+    measured = next(line for line in imbalance.lines if line.get_label() == "measured")
+    assert list(measured.get_ydata()) == pytest.approx([0.2, 0.2, 0.0])
+
+
+def test_the_padding_figure_weighs_steps_by_their_computed_tokens(step_record, tmp_path):
+    records = [step_record(0) | {"num_tokens": 50, "num_computed_tokens": 100}]
+    records += [step_record(1) | {"num_tokens": 900, "num_computed_tokens": 900}]
+
+    figure = padding_figure(records, tmp_path / "padding.png")
+
+    assert_is_png(tmp_path / "padding.png")
+    assert list(figure.axes[0].patches[0].get_data().values) == [0.5, 0.0]
+    assert figure.get_suptitle() == "Padding: 5.0% of all computed tokens"
 
 
 def test_the_gpu_second_figure_stacks_the_tenants_up_to_the_bill_of_the_step(step_record, tmp_path):

@@ -101,7 +101,7 @@ def test_an_unreachable_server_costs_one_warning_and_its_steps_arrive_later(
     warnings = [record.message for record in caplog.records]
     assert len(warnings) == 2
     assert "training goes on" in warnings[0]
-    assert "steps.jsonl has every step" in warnings[1]
+    assert "later: lobra track" in warnings[1]
 
     track(config, identity, journal(step_record(25)))
 
@@ -193,7 +193,7 @@ def test_adapters_figures_and_lengths_go_to_their_runs(config, identity, all_run
     with Tracker(config, identity) as tracker:
         tracker.log_histogram(histogram)
         tracker.log_artifact_dir("chat", adapter, "adapter")
-        tracker.log_figure(figure)
+        tracker.log_file(figure, "figures")
 
     runs, client = all_runs(), MlflowClient(config.mlflow_uri)
     files = [file.path for file in client.list_artifacts(runs["chat"].info.run_id, "adapter")]

@@ -1,0 +1,80 @@
+"""Asks the logits probe, a process of its own, whether exported adapters do what the fleet trained. No torch here.
+
+The process loads base model and peft once for all adapters; a crash or a lack of memory ends the probe, not the run.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from training.base_model import module_name
+from training.config import BaseModelConfig, TenantConfig
+
+PROBE_SECONDS = 1800.0
+NUM_SHOWN_LINES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeItem:
+    """One exported adapter, and what it must be: the checkpoint's weights at `scale` on the modules named `targets`."""
+
+    exported: str
+    weights: str
+    scale: float
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """`effect`: norm of the change of the base's logits / their norm; `error`: norm of what differs from the fleet's
+    adapter / norm of the change. `reason` says why an adapter must not be published; empty for a good one."""
+
+    effect: float
+    error: float
+    reason: str = ""
+
+    @property
+    def has_passed(self) -> bool:
+        return not self.reason
+
+
+def probe_item(exported: Path, weights: Path, tenant: TenantConfig, num_layers: int) -> ProbeItem:
+    """What the probe needs to know of a tenant; it comes from the run, nothing from the exported folder."""
+    targets = tuple(
+        module_name(layer, target) for layer in range(num_layers) for target in tenant.adapter.target_modules
+    )
+    return ProbeItem(str(exported), str(weights), tenant.adapter.scale, targets)
+
+
+def probe_adapters(base_model: BaseModelConfig, items: Sequence[ProbeItem]) -> list[ProbeResult]:
+    """Results in the order of `items`. A probe that cannot run fails all of them, with the reason."""
+    if not items:
+        return []
+    request = {
+        "base_model": str(base_model.path),
+        "dtype": base_model.dtype.value,
+        "items": [asdict(item) for item in items],
+    }
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "training.logits_probe"],
+            input=json.dumps(request),
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"},
+            capture_output=True,
+            text=True,
+            timeout=PROBE_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return [_not_run(f"it took longer than {PROBE_SECONDS:.0f} s")] * len(items)
+    if ended.returncode != 0:
+        last_lines = " | ".join(ended.stderr.strip().splitlines()[-NUM_SHOWN_LINES:])
+        return [_not_run(f"it ended with code {ended.returncode}: {last_lines}")] * len(items)
+    return [ProbeResult(**result) for result in json.loads(ended.stdout.strip().splitlines()[-1])]
+
+
+def _not_run(why: str) -> ProbeResult:
+    return ProbeResult(0.0, 0.0, f"the logits probe of the exported adapter could not run: {why}")
