@@ -70,6 +70,15 @@ class ProfileRequest:
         return int(self.histogram["length"].max())
 
     @property
+    def tokens_per_step(self) -> int:
+        """Expected tokens of a step's sequences."""
+        means = self.histogram.group_by("tenant").agg(
+            mean=(pl.col("length") * pl.col("count")).sum() / pl.col("count").sum()
+        )
+        mean_tokens = dict(means.iter_rows())
+        return round(sum(tenant.batch_size * mean_tokens[tenant.name] for tenant in self.tenants))
+
+    @property
     def largest_tenant(self) -> TenantConfig:
         """The tenant whose adapter has the most parameters."""
         return max(
@@ -154,14 +163,15 @@ def measure_config(request: ProfileRequest, candidate: Candidate) -> tuple[list[
 def probe_grid(request: ProfileRequest, candidate: Candidate) -> list[Probe]:
     """Lengths down from the longest by a constant ratio; per length one sequence, a full chunk, and between them.
 
-    A full chunk holds what memory allows, but no more sequences than a step has. The largest chunks of several
-    sequences are also measured packed.
+    A full chunk holds what memory allows, but no more sequences and tokens than a step has. The largest chunks of
+    several sequences are also measured packed.
     """
     longest = min(request.longest_tokens, candidate.max_chunk_tokens)
+    largest_tokens = min(candidate.max_chunk_tokens, max(longest, request.tokens_per_step))
     lengths = sorted({max(min(SHORTEST_TOKENS, longest), longest // LENGTH_RATIO**n) for n in range(NUM_LENGTHS)})
     shapes = []
     for length in lengths:
-        largest = min(candidate.max_chunk_tokens // length, request.sequences_per_step)
+        largest = min(largest_tokens // length, request.sequences_per_step)
         shapes += [(num_sequences, length) for num_sequences in sorted({1, round(largest**0.5), largest})]
     several = sorted((shape for shape in shapes if shape[0] > 1), key=lambda shape: -shape[0] * shape[1])[:NUM_PACKED]
     return [
