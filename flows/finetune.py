@@ -47,8 +47,7 @@ def finetune(run: RunConfig, run_dir: Path | None = None, fresh: bool = False) -
         prepared, _ = split_outcomes(outcomes, allow_failures=True)
         histogram = tasks.prepare.measure(prepared, folder)
         if run.profile.source is ProfileSource.MEASURE and not folder.profile.exists():
-            longest_tokens = int(histogram["length"].max())  # type: ignore[arg-type]
-            tasks.profile.measure_profile(profile_request(run, base, longest_tokens), stored_profile_path(run))
+            tasks.profile.measure_profile(profile_request(run, base, histogram), stored_profile_path(run))
         profile = tasks.deploy.profile(run.profile, stored_profile_path(run), folder)
         deployment = deployment_request(run, base, [tenant.tenant for tenant in prepared])
         candidates = propose(deployment, profile)

@@ -6,6 +6,7 @@ it stored, and measures by itself when nothing is.
 
 from pathlib import Path
 
+import polars as pl
 from prefect import flow
 
 import tasks.profile
@@ -26,18 +27,19 @@ def profile(run: RunConfig, force: bool = False) -> str:
     stored = stored_profile_path(run)
     requests = prepare_requests(run, base, run.data.cache_dir / "preview" / run.name)
     prepared, _ = split_outcomes(prepare_tenants(requests, run.data.num_workers), run.training.allows_failures)
-    longest_tokens = int(measure_lengths(prepared)["length"].max())  # type: ignore[arg-type]
-    return str(tasks.profile.measure_profile(profile_request(run, base, longest_tokens), stored, force))
+    request = profile_request(run, base, measure_lengths(prepared))
+    return str(tasks.profile.measure_profile(request, stored, force))
 
 
-def profile_request(run: RunConfig, base: BaseModel, longest_tokens: int) -> ProfileRequest:
-    """What to measure for a run whose longest sequence has `longest_tokens` tokens."""
+def profile_request(run: RunConfig, base: BaseModel, histogram: pl.DataFrame) -> ProfileRequest:
+    """What to measure for a run whose sequences have these lengths. A tenant without any is left out."""
+    with_data = set(histogram["tenant"])
     return ProfileRequest(
         base=base,
         base_model=run.base_model,
-        tenants=run.tenants,
+        tenants=tuple(tenant for tenant in run.tenants if tenant.name in with_data),
         cluster=run.cluster,
         planner=run.planner,
-        longest_tokens=longest_tokens,
+        histogram=histogram,
         log_dir=Path(run.data.cache_dir) / "profiles" / "logs",
     )

@@ -6,7 +6,7 @@ busy seconds is the step's overhead.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 class Probe(Section):
     """`num_chunks` equal chunks of `num_sequences` sequences of `length` tokens, padded or packed.
 
-    The tenants take turns over sequences and chunks, beginning with tenant number `first_tenant` of the fleet.
+    Sequences of all chunks belong to `owners` in turn, beginning anew when they are through.
     """
 
     num_sequences: PositiveInt
     length: PositiveInt
     batching: Batching
     num_chunks: PositiveInt
-    first_tenant: int = 0
+    owners: tuple[str, ...]
     measures_memory: bool = False
 
     @property
@@ -45,9 +45,9 @@ def run_probe(worker: "Worker", probe: Probe) -> dict[str, float]:
 
     Peak bytes are those above what the rank held before: activations, gradients and temporaries.
     """
-    tenants = list(worker.optimisers)
+    tenants = sorted(worker.optimisers)
     vocab_size = worker.stage.base.vocab_size
-    chunks = [random_chunk(probe, tenants, number, vocab_size) for number in range(probe.num_chunks)]
+    chunks = [random_chunk(probe, number, vocab_size) for number in range(probe.num_chunks)]
     is_cuda = worker.stage.device != "cpu"
 
     def compute() -> None:
@@ -63,8 +63,8 @@ def run_probe(worker: "Worker", probe: Probe) -> dict[str, float]:
     else:
         compute()
     busy_seconds = time.perf_counter() - start
-    worker.sync(sorted(tenants))
-    worker.optimiser.step(sorted(tenants))
+    worker.sync(tenants)
+    worker.optimiser.step(tenants)
     return {
         "replica": worker.stage.position.replica.index,
         "busy_seconds": busy_seconds,
@@ -72,11 +72,11 @@ def run_probe(worker: "Worker", probe: Probe) -> dict[str, float]:
     }
 
 
-def random_chunk(probe: Probe, tenants: Sequence[str], number: int, vocab_size: int) -> CollatedChunk:
+def random_chunk(probe: Probe, number: int, vocab_size: int) -> CollatedChunk:
     """The `number`-th chunk of a probe: random tokens, every position supervised."""
     generator = np.random.default_rng((number, probe.num_sequences, probe.length))
-    first = probe.first_tenant + number * probe.num_sequences
-    owners = sorted(tenants[(first + index) % len(tenants)] for index in range(probe.num_sequences))
+    first = number * probe.num_sequences
+    owners = sorted(probe.owners[(first + index) % len(probe.owners)] for index in range(probe.num_sequences))
     is_packed = probe.batching is Batching.PACKED
     shape = (1, probe.num_tokens) if is_packed else (probe.num_sequences, probe.length)
     unit = probe.length if is_packed else 1

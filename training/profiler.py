@@ -1,7 +1,8 @@
 """Measures the cost of every parallel configuration with the real fleet on this hardware.
 
 For each <tp,pp> that model and cluster allow, as many copies as fit on the reserved ranks train at the same time, on
-chunks of random tokens through the run's own adapters. One pass warms up and measures memory; the others time all
+chunks of random tokens through the run's own adapters: at each length those of the tenants that have such sequences, as
+often as a step has them. One pass warms up and measures memory; the others time all
 chunks in an order of their own, so that noise spreads, and the median counts. Seconds per stage: a flush of m chunks
 through pp stages takes (m + pp - 1) of them (paper, appendix D, Eq. 12).
 
@@ -15,6 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import polars as pl
 
 from planning.candidates import Candidates, propose_candidates
 from planning.config import Batching, ClusterConfig, PlannerConfig
@@ -34,6 +37,7 @@ SHORTEST_TOKENS = 16
 NUM_PACKED = 3
 REPETITIONS = 5
 MIN_CHUNKS = 4  # per flush, so that tenants take turns also where a chunk holds one sequence
+NUM_OWNERS = 20
 NEGLIGIBLE_LEARNING_RATE = 1e-12  # updates are timed, but must not drive the adapters to NaN on random tokens
 LAUNCH_TIMEOUT_SECONDS = 600.0
 PROBE_TIMEOUT_SECONDS = 1800.0
@@ -43,14 +47,14 @@ Progress = Callable[[int, int, ParallelConfig], None]
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What to measure: the model with these tenants' adapters on this cluster, up to the longest sequence."""
+    """What to measure: the model with these tenants' adapters on this cluster, at the lengths of their histogram."""
 
     base: BaseModel
     base_model: BaseModelConfig
     tenants: tuple[TenantConfig, ...]
     cluster: ClusterConfig
     planner: PlannerConfig
-    longest_tokens: int
+    histogram: pl.DataFrame
     log_dir: Path
 
     @property
@@ -60,6 +64,26 @@ class ProfileRequest:
     @property
     def sequences_per_step(self) -> int:
         return sum(tenant.batch_size for tenant in self.tenants)
+
+    @property
+    def longest_tokens(self) -> int:
+        return int(self.histogram["length"].max())
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Expected tokens of a step's sequences."""
+        means = self.histogram.group_by("tenant").agg(
+            mean=(pl.col("length") * pl.col("count")).sum() / pl.col("count").sum()
+        )
+        mean_tokens = dict(means.iter_rows())
+        return round(sum(tenant.batch_size * mean_tokens[tenant.name] for tenant in self.tenants))
+
+    @property
+    def largest_tenant(self) -> TenantConfig:
+        """The tenant whose adapter has the most parameters."""
+        return max(
+            self.tenants, key=lambda t: self.base.num_adapter_parameters(t.adapter.rank, t.adapter.target_modules)
+        )
 
 
 def measurable(request: ProfileRequest) -> Candidates:
@@ -111,18 +135,18 @@ def measure_config(request: ProfileRequest, candidate: Candidate) -> tuple[list[
     """Timings of one configuration's grid, and the median overhead seconds of a step."""
     config = candidate.config
     num_slots = _num_chunks(config) + config.pp - 1
-    probes = probe_grid(config, candidate.max_chunk_tokens, request.longest_tokens, request.sequences_per_step)
+    probes = probe_grid(request, candidate)
     seconds: dict[Probe, list[float]] = {probe: [] for probe in probes}
     overheads: list[float] = []
     order = random.Random(0)
     try:
         with Fleet(_spec(request, config), generation=1) as fleet:
             fleet.launch(LAUNCH_TIMEOUT_SECONDS)
-            peaks = {probe: _peak_bytes(fleet, probe) for probe in probes}
+            peaks = {probe: _peak_bytes(fleet, probe, request.largest_tenant.name) for probe in probes}
             for repetition in range(REPETITIONS):
                 for probe in order.sample(probes, len(probes)):
                     start = time.perf_counter()
-                    reports = fleet.profile(probe.model_copy(update={"first_tenant": repetition}))
+                    reports = fleet.profile(_turned(probe, repetition * MIN_CHUNKS))
                     wall_seconds = time.perf_counter() - start
                     busy = _busy_by_replica(reports)
                     seconds[probe].append(statistics.mean(busy) / num_slots)
@@ -136,44 +160,70 @@ def measure_config(request: ProfileRequest, candidate: Candidate) -> tuple[list[
     return timings, statistics.median(overheads)
 
 
-def probe_grid(
-    config: ParallelConfig, max_chunk_tokens: int, longest_tokens: int, sequences_per_step: int
-) -> list[Probe]:
+def probe_grid(request: ProfileRequest, candidate: Candidate) -> list[Probe]:
     """Lengths down from the longest by a constant ratio; per length one sequence, a full chunk, and between them.
 
-    A full chunk holds what memory allows, but no more sequences than a step has.
-    The largest chunks of several sequences are also measured packed.
+    A full chunk holds what memory allows, but no more sequences and tokens than a step has. The largest chunks of
+    several sequences are also measured packed.
     """
-    longest = min(longest_tokens, max_chunk_tokens)
+    longest = min(request.longest_tokens, candidate.max_chunk_tokens)
+    largest_tokens = min(candidate.max_chunk_tokens, max(longest, request.tokens_per_step))
     lengths = sorted({max(min(SHORTEST_TOKENS, longest), longest // LENGTH_RATIO**n) for n in range(NUM_LENGTHS)})
     shapes = []
     for length in lengths:
-        largest = min(max_chunk_tokens // length, sequences_per_step)
+        largest = min(largest_tokens // length, request.sequences_per_step)
         shapes += [(num_sequences, length) for num_sequences in sorted({1, round(largest**0.5), largest})]
     several = sorted((shape for shape in shapes if shape[0] > 1), key=lambda shape: -shape[0] * shape[1])[:NUM_PACKED]
     return [
-        Probe(num_sequences=num_sequences, length=length, batching=batching, num_chunks=_num_chunks(config))
+        Probe(
+            num_sequences=num_sequences,
+            length=length,
+            batching=batching,
+            num_chunks=_num_chunks(candidate.config),
+            owners=owners_at(request, length),
+        )
         for batching, chosen in ((Batching.PADDED, shapes), (Batching.PACKED, several))
         for num_sequences, length in chosen
     ]
+
+
+def owners_at(request: ProfileRequest, length: int) -> tuple[str, ...]:
+    """NUM_OWNERS tenants in turn, each as often as its sequences near `length` come in a step, evenly interleaved.
+
+    Near is within LENGTH_RATIO either way; where nobody has such sequences, all lengths count.
+    """
+    batch_sizes = {tenant.name: tenant.batch_size for tenant in request.tenants}
+    near = pl.col("length").is_between(length / LENGTH_RATIO, length * LENGTH_RATIO)
+    shares = {
+        str(name): rows.filter(near)["count"].sum() / rows["count"].sum() * batch_sizes[str(name)]
+        for (name,), rows in request.histogram.group_by("tenant", maintain_order=True)
+    }
+    weights = shares if any(shares.values()) else batch_sizes
+    total = sum(weights.values())
+    owners: list[str] = []
+    for turn in range(1, NUM_OWNERS + 1):
+        owners.append(max(weights, key=lambda name: weights[name] / total * turn - owners.count(name)))
+    return tuple(owners)
 
 
 def _num_chunks(config: ParallelConfig) -> int:
     return max(MIN_CHUNKS, 2 * config.pp)
 
 
+def _turned(probe: Probe, turns: int) -> Probe:
+    """The probe with other tenants first, so that repetitions of a chunk of one sequence differ in whose it is."""
+    turns %= len(probe.owners)
+    return probe.model_copy(update={"owners": probe.owners[turns:] + probe.owners[:turns]})
+
+
 def _spec(request: ProfileRequest, config: ParallelConfig) -> FleetSpec:
-    """As many copies as fit. Tenants by falling adapter size: the memory pass begins with the largest."""
+    """As many copies as fit."""
     copies = ReplicaGroup(config, request.cluster.num_gpus // config.num_gpus)
-
-    def size(tenant: TenantConfig) -> int:
-        return request.base.num_adapter_parameters(tenant.adapter.rank, tenant.adapter.target_modules)
-
     tenants = tuple(
         tenant.model_copy(
             update={"optimiser": tenant.optimiser.model_copy(update={"learning_rate": NEGLIGIBLE_LEARNING_RATE})}
         )
-        for tenant in sorted(request.tenants, key=size, reverse=True)
+        for tenant in request.tenants
     )
     return FleetSpec(
         replicas=replicas_of((copies,)),
@@ -188,8 +238,8 @@ def _spec(request: ProfileRequest, config: ParallelConfig) -> FleetSpec:
     )
 
 
-def _peak_bytes(fleet: Fleet, probe: Probe) -> int:
-    reports = fleet.profile(probe.model_copy(update={"measures_memory": True}))
+def _peak_bytes(fleet: Fleet, probe: Probe, tenant: str) -> int:
+    reports = fleet.profile(probe.model_copy(update={"measures_memory": True, "owners": (tenant,)}))
     return max(report["peak_bytes"] for report in reports)
 
 

@@ -21,7 +21,7 @@ from training.deployment import load_profile
 from training.probe import Probe, random_chunk
 from training.profile_fit import ChunkTiming, MeasuredProfile, fit_cost
 from training.profile_store import ProfileIdentity, profile_identity, read_report, store_profile, stored_path
-from training.profiler import ProfileRequest, is_complete, measurable, measure_profile, probe_grid
+from training.profiler import ProfileRequest, is_complete, measurable, measure_profile, owners_at, probe_grid
 
 PLANTED = {1: LayerCost(3e-3, 5e-5, 7e-8), 2: LayerCost(9e-3, 3e-5, 0.0)}
 FACTORS = {ParallelConfig(1, 1): 1.0, ParallelConfig(1, 2): 1.25, ParallelConfig(2, 1): 1.0}
@@ -74,24 +74,11 @@ def test_times_that_do_not_grow_with_the_tokens_are_refused() -> None:
         fit_cost(flat, NUM_LAYERS)
 
 
-def test_the_grid_reaches_the_largest_chunk_and_the_longest_sequence_and_no_further() -> None:
-    grid = probe_grid(ParallelConfig(1, 2), max_chunk_tokens=1000, longest_tokens=900, sequences_per_step=40)
-    shapes = {(probe.num_sequences, probe.length) for probe in grid if probe.batching is Batching.PADDED}
-    assert {(1, 900), (4, 225), (40, 16), (1, 16)} <= shapes
-    assert max(probe.num_tokens for probe in grid) <= 1000
-    assert all(probe.num_chunks == 4 for probe in grid)  # twice the stages or more, so that the pipeline fills
-    packed = [probe for probe in grid if probe.batching is Batching.PACKED]
-    assert packed
-    assert min(probe.num_sequences for probe in packed) > 1
-    short = probe_grid(ParallelConfig(1, 1), max_chunk_tokens=8, longest_tokens=900, sequences_per_step=40)
-    assert {probe.num_tokens for probe in short} == {8}
-
-
 @pytest.mark.parametrize("batching", list(Batching))
-def test_tenants_take_turns_over_the_sequences_and_chunks_of_a_probe(batching: Batching) -> None:
-    probe = Probe(num_sequences=2, length=8, batching=batching, num_chunks=2, first_tenant=1)
-    chunks = [random_chunk(probe, ["a", "b", "c"], number, 50) for number in (0, 1)]
-    assert [[span.tenant for span in chunk.spans] for chunk in chunks] == [["b", "c"], ["a", "b"]]
+def test_owners_take_turns_over_the_sequences_and_chunks_of_a_probe(batching: Batching) -> None:
+    probe = Probe(num_sequences=2, length=8, batching=batching, num_chunks=2, owners=("c", "b", "a"))
+    chunks = [random_chunk(probe, number, 50) for number in (0, 1)]
+    assert [[span.tenant for span in chunk.spans] for chunk in chunks] == [["b", "c"], ["a", "c"]]
     unit = 8 if batching is Batching.PACKED else 1
     assert [(span.start, span.size) for span in chunks[0].spans] == [(0, unit), (unit, unit)]
     assert chunks[0].tokens_BT.size == 16
@@ -117,7 +104,13 @@ def request_for(base_model_folder: Callable[[str], Path], tmp_path_factory: pyte
         tenants=tenants,
         cluster=ClusterConfig(num_gpus=2, memory_per_gpu_gib=0.015, backend=Backend.GLOO),
         planner=PlannerConfig(max_pp=1),
-        longest_tokens=64,
+        histogram=pl.DataFrame(
+            {
+                "tenant": ["tenant-2", "tenant-8", "tenant-8"],
+                "length": [10, 12, 64],
+                "count": [8, 6, 2],
+            }  # 140 tokens a step
+        ),
         log_dir=tmp_path_factory.mktemp("logs"),
     )
 
@@ -131,12 +124,36 @@ def test_configurations_are_those_that_planning_allows(request_for: ProfileReque
     assert [str(candidate.config) for candidate in measurable(request_for).usable] == ["<1,1>", "<2,1>"]
 
 
+def test_the_grid_reaches_the_largest_chunk_and_the_longest_sequence_and_no_further(
+    request_for: ProfileRequest,
+) -> None:
+    candidate = measurable(request_for).usable[0]
+    grid = probe_grid(request_for, replace(candidate, config=ParallelConfig(1, 4), max_chunk_tokens=300))
+    shapes = {(probe.num_sequences, probe.length) for probe in grid if probe.batching is Batching.PADDED}
+    assert {(1, 64), (2, 64), (1, 16), (8, 16)} <= shapes  # no more than the 8 sequences and 140 tokens of a step
+    assert max(probe.num_tokens for probe in grid) <= 140
+    assert all(probe.num_chunks == 8 for probe in grid)  # twice the stages, so that the pipeline fills
+    packed = [probe for probe in grid if probe.batching is Batching.PACKED]
+    assert packed
+    assert min(probe.num_sequences for probe in packed) > 1
+    short = probe_grid(request_for, replace(candidate, max_chunk_tokens=8))
+    assert {probe.num_tokens for probe in short} == {8}
+
+
+def test_chunks_of_a_length_belong_to_those_who_have_such_sequences(request_for: ProfileRequest) -> None:
+    assert set(owners_at(request_for, 64)) == {"tenant-8"}
+    short = owners_at(request_for, 10)  # four sequences of a step of tenant-2, three of the other's four
+    assert short[:2] == ("tenant-2", "tenant-8")
+    assert short.count("tenant-2") / len(short) == pytest.approx(4 / 7, abs=0.03)
+    assert set(owners_at(request_for, 100_000)) == {"tenant-2", "tenant-8"}
+
+
 def test_a_real_fleet_gives_positive_times_and_bytes_that_grow_with_the_chunk(measured: MeasuredProfile) -> None:
     for config in (ParallelConfig(1, 1), ParallelConfig(2, 1)):
         own = [t for t in measured.fit.timings if t.config == config and t.batching is Batching.PADDED]
         assert min(t.seconds for t in own) > 0
         small, large = (pick(own, key=lambda t: (t.num_tokens, t.length)) for pick in (min, max))
-        assert large.num_tokens >= 16 * small.num_tokens
+        assert large.num_tokens >= 8 * small.num_tokens
         assert large.seconds > small.seconds
         # activations of four layers in float32: at least the two norms' inputs of each are kept
         assert large.peak_bytes > large.num_tokens * 4 * 4 * 2 * 64
