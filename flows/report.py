@@ -9,7 +9,7 @@ from rich.table import Column, Table
 from flows.preview import Preview
 from planning.profile import read_profile
 from planning.types import DeploymentPlan
-from tasks.comparison import adapters_line, table_cells
+from tasks.comparison import LEGEND, adapters_line, cost_table, loss_table
 from tasks.disk import shown_bytes
 from tasks.gc import Removal
 from tasks.summary import shown
@@ -88,12 +88,15 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 
 
 def comparison_tables(comparison: Mapping[str, Any]) -> list[Table | str]:
-    """A comparison: a row per variant, and whether the adapters are the same."""
-    headings, cells = table_cells(comparison)
-    table = Table(*(Column(heading, overflow="fold") for heading in headings), title=f"{comparison['name']} compared")
-    for line in cells:
-        table.add_row(*line)
-    return [table, adapters_line(comparison)]
+    """A comparison: cost and losses of every variant, and whether the adapters are the same."""
+    tables = []
+    for headings, *lines in (cost_table(comparison), loss_table(comparison)):
+        table = Table(*(Column(heading, overflow="fold") for heading in headings))
+        for line in lines:
+            table.add_row(*line)
+        tables.append(table)
+    costs, losses = tables
+    return [costs, LEGEND, losses, adapters_line(comparison)]
 
 
 def removal_tables(removals: Sequence[Removal], dry_run: bool) -> list[Table | str]:

@@ -15,6 +15,10 @@ from tasks.figure_style import short_number
 from tasks.summary import shown
 
 SCHEMA_VERSION = 1
+LEGEND = (
+    "Same tenants, sequences and reserved GPUs, all steps together, without overhead. Simulated: by the cost model; "
+    "measured: by the clock. In brackets: against task_fused under the same batching."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,38 +151,31 @@ def comparison_to_dict(name: str, rows: Sequence[Row], checks: Sequence[AdapterC
     }
 
 
-def table_cells(comparison: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of the table, for the terminal, Markdown and Prefect alike."""
-    headings = [
-        "variant",
-        "plan",
-        "GPU s simulated",
-        "GPU s measured",
-        "reduction simulated",
-        "reduction measured",
-        "padding",
-        "imbalance",
-        "s/step",
-        "steps",
-        "last losses",
-    ]
-    cells = [
-        [
-            row["variant"],
-            row["plan"],
-            short_number(row["simulated_gpu_seconds"]),
-            short_number(row["measured_gpu_seconds"]),
-            _percent(row["simulated_reduction"]),
-            _percent(row["measured_reduction"]),
-            _percent(row["padding_ratio"]),
-            _percent(row["imbalance"]),
-            short_number(row["step_seconds"]),
-            str(row["steps"]),
-            ", ".join(f"{name} {shown(loss)}" for name, loss in row["last_losses"].items()),
-        ]
-        for row in comparison["variants"]
-    ]
-    return headings, cells
+def cost_table(comparison: Mapping[str, Any]) -> list[list[str]]:
+    """Headings, then a line per variant: its GPU seconds with the reduction in brackets, and where they went."""
+    lines = [["variant", "simulated GPU s", "measured GPU s", "padding", "imbalance", "s/step"]]
+    for row in comparison["variants"]:
+        lines.append(
+            [
+                row["variant"],
+                _with_reduction(row["simulated_gpu_seconds"], row["simulated_reduction"]),
+                _with_reduction(row["measured_gpu_seconds"], row["measured_reduction"]),
+                f"{row['padding_ratio']:.1%}",
+                f"{row['imbalance']:.1%}",
+                short_number(row["step_seconds"]),
+            ]
+        )
+    return lines
+
+
+def loss_table(comparison: Mapping[str, Any]) -> list[list[str]]:
+    """Headings, then a line per variant: its plan, its steps and every tenant's last loss."""
+    tenants = list(comparison["variants"][0]["last_losses"])
+    lines = [["variant", "plan", "steps", *tenants]]
+    for row in comparison["variants"]:
+        losses = [shown(row["last_losses"][tenant]) for tenant in tenants]
+        lines.append([row["variant"], row["plan"], str(row["steps"]), *losses])
+    return lines
 
 
 def adapters_line(comparison: Mapping[str, Any]) -> str:
@@ -198,27 +195,28 @@ def adapters_line(comparison: Mapping[str, Any]) -> str:
 
 
 def comparison_markdown(comparison: Mapping[str, Any]) -> str:
-    """The table, the verdict on the adapters, and what the columns mean."""
-    headings, cells = table_cells(comparison)
-    lines = [headings, ["---"] * len(headings), *cells]
+    """Both tables, the verdict on the adapters, and what the columns mean."""
     return "\n".join(
         [
             f"# {comparison['name']}: strategies compared",
             "",
-            *("| " + " | ".join(_escaped(cell) for cell in line) + " |" for line in lines),
+            *_markdown_table(cost_table(comparison)),
+            "",
+            LEGEND,
+            "",
+            *_markdown_table(loss_table(comparison)),
             "",
             adapters_line(comparison),
-            "",
-            "Same tenants, sequences and reserved GPUs. Simulated: the cost model's step seconds x GPUs; measured: the "
-            "clock's, without overhead. Reductions are against task_fused under the same batching.",
             "",
         ]
     )
 
 
-def _escaped(cell: str) -> str:
-    return cell.replace("|", "\\|").replace("<", "&lt;")
+def _markdown_table(lines: Sequence[Sequence[str]]) -> list[str]:
+    headings, *cells = lines
+    escaped = [[cell.replace("|", "\\|").replace("<", "&lt;") for cell in line] for line in cells]
+    return ["| " + " | ".join(line) + " |" for line in (headings, ["---"] * len(headings), *escaped)]
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
+def _with_reduction(gpu_seconds: float, reduction: float | None) -> str:
+    return short_number(gpu_seconds) + (f" ({-reduction:+.1%})" if reduction else "")

@@ -25,8 +25,7 @@ def comparison_figure(comparison: Mapping[str, Any], path: Path) -> Figure:
         axes.barh(positions + offset * BAR_HEIGHT, values, BAR_HEIGHT, color=colour, label=kind)
         for position, row, value in zip(positions, rows, values, strict=True):
             reduction = row[f"{kind}_reduction"]
-            is_baseline = row["variant"].startswith("task_fused")
-            note = "" if reduction is None or is_baseline else f" ({-reduction:+.0%})"
+            note = f" ({-reduction:+.0%})" if reduction else ""
             text = f"  {short_number(value)}{note}"
             axes.text(value, position + offset * BAR_HEIGHT, text, va="center", fontsize=9, color=INK)
     style(axes, "GPU seconds of all steps, without overhead; in brackets: against task_fused under the same batching")

@@ -1,6 +1,7 @@
 """Whether a run's files fit on the disk, judged before it starts. No Prefect here.
 
-    token files   about the bytes of the data files (4 bytes per token, about 4 characters per token)
+    token files   about the bytes of the data files (4 bytes per token, about 4 characters per token), 4 times those of
+                  gzipped and Parquet files
     checkpoints   (kept + the one being written) x 3 tensors (weight and two moments) x 4 bytes x adapter parameters
     adapters      4 bytes x adapter parameters
 
@@ -17,6 +18,7 @@ from training.config import TenantConfig, TrainingConfig
 
 BYTES_PER_VALUE = 4
 TENSORS_PER_PARAMETER = 3
+PACKED_RATIO = 4
 MIB = 2**20
 
 
@@ -31,7 +33,7 @@ def check_free_disk(
     num_parameters = sum(base.num_adapter_parameters(t.adapter.rank, t.adapter.target_modules) for t in tenants)
     adapter_bytes = BYTES_PER_VALUE * num_parameters
     checkpoint_bytes = (training.keep_checkpoints + 1) * TENSORS_PER_PARAMETER * adapter_bytes
-    token_bytes = sum(tenant.dataset.path.stat().st_size for tenant in tenants if tenant.dataset.path.is_file())
+    token_bytes = sum(_token_bytes(tenant.dataset.path) for tenant in tenants)
     run_bytes = max(0, checkpoint_bytes + adapter_bytes - folder_bytes(run_dir))
     needs = [
         (cache_dir, token_bytes, f"{shown_bytes(token_bytes)} of token files"),
@@ -55,6 +57,13 @@ def check_free_disk(
                 f"({'; '.join(what for _, _, what in parts)}), but {shown_bytes(free)} are free; free some with "
                 "`lobra gc`, lower training.keep_checkpoints, or choose another --run-dir or data.cache_dir"
             )
+
+
+def _token_bytes(data: Path) -> int:
+    """0 for a file that is missing: preparation says so."""
+    if not data.is_file():
+        return 0
+    return data.stat().st_size * (PACKED_RATIO if data.suffix in (".gz", ".parquet") else 1)
 
 
 def folder_bytes(folder: Path) -> int:

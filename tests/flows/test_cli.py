@@ -218,7 +218,34 @@ def test_status_of_a_folder_that_is_none_is_refused(lobra: RunLobra, workspace: 
     assert (result.returncode, "not a run folder" in result.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["schema"], ["plan", "run.yaml"], ["validate", "run.yaml"]])
+@pytest.mark.parametrize(
+    ("strategies", "wanted"),
+    [("lobra", "at least two"), ("lobra,fused", "'fused' in 'fused' is unknown; choose from lobra")],
+)
+def test_compare_refuses_strategies_that_it_cannot_compare(
+    strategies: str, wanted: str, lobra: RunLobra, run_file
+) -> None:
+    result = lobra("compare", run_file(), "--strategies", strategies)
+    assert (result.returncode, wanted in result.stderr) == (2, True), result.stderr
+
+
+def test_gc_says_what_it_frees_and_removes_it_only_without_dry_run(lobra: RunLobra, workspace: Path) -> None:
+    folder = workspace / "runs" / "old"
+    folder.mkdir(parents=True)
+    for name in ("config.json", "summary.json"):
+        (folder / name).write_text("{}")
+    shown = lobra("gc", "--keep-days", "0", "--dry-run")
+    assert (shown.returncode, "Would free 0.0 MiB in 1 folders" in shown.stdout) == (0, True), shown.stderr
+    assert folder.exists()
+    assert "Freed 0.0 MiB in 1 folders" in lobra("gc", "--keep-days", "0").stdout
+    assert not folder.exists()
+    assert lobra("gc", "--keep-days", "0", "--runs", "nowhere").returncode == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["schema"], ["plan", "run.yaml"], ["validate", "run.yaml"], ["gc", "--keep-days", "1", "--runs", "."]],
+)
 def test_light_commands_import_neither_prefect_nor_mlflow_nor_torch(
     arguments: list[str], run_file, workspace: Path
 ) -> None:

@@ -46,6 +46,18 @@ def test_token_files_checkpoints_and_adapters_must_fit(base, tenant, free, tmp_p
         check_free_disk((tenant,), base, TrainingConfig(), tmp_path / "cache", tmp_path / "run")
 
 
+def test_compressed_data_counts_four_times_and_a_missing_file_not_at_all(base, tenant, free, tmp_path: Path) -> None:
+    packed = (tmp_path / "rows.jsonl").rename(tmp_path / "rows.jsonl.gz")
+    gone = tenant.model_copy(update={"dataset": tenant.dataset.model_copy(update={"path": tmp_path / "gone.jsonl"})})
+    zipped = tenant.model_copy(update={"dataset": tenant.dataset.model_copy(update={"path": packed})})
+    for own, num_token_bytes in ((gone, 0), (zipped, 8000)):
+        free(NEEDED - 2000 + num_token_bytes)
+        check_free_disk((own,), base, TrainingConfig(), tmp_path / "cache", tmp_path / "run")
+        free(NEEDED - 2000 + num_token_bytes - 1)
+        with pytest.raises(DiskFullError):
+            check_free_disk((own,), base, TrainingConfig(), tmp_path / "cache", tmp_path / "run")
+
+
 def test_what_a_resumed_run_has_written_need_not_be_free(base, tenant, free, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoint").write_bytes(bytes(5000))
