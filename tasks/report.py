@@ -25,8 +25,8 @@ FIGURES = {  # file name in the run's figures -> heading and caption, in the ord
     "plan": (
         "Plan",
         "Each block is one replica of the base model. Below: what the plan expects a step to cost each tenant, and the "
-        "plans that were weighed against it. Where tenants train one after the other, a layout that several share is "
-        "drawn once, for the last of them.",
+        "plans that were weighed against it. Where tenants train one after the other, a layout that several share "
+        "is drawn once, for the last of them.",
     ),
     "lengths": (
         "Sequence lengths and buckets",
