@@ -28,6 +28,7 @@ NUM_RANKED = 8  # plans that the integer dispatcher runs
 NUM_RANKED_SMALL = 30  # where a step is a handful of sequences, whose grain the programs do not see
 NUM_NEIGHBOURS_RANKED = 24
 NUM_CLIMBS = 3
+WORTH_RANKING = 0.05  # a plan whose expected step is longer by more has never won on sampled batches
 
 
 def longest_sequence_tokens(candidates: Candidates) -> int:
@@ -92,12 +93,15 @@ def _climb(
     race: PlanRace, search: PlanSearch, usable: tuple[Candidate, ...], warm_start: tuple[ReplicaGroup, ...]
 ) -> Trial:
     """The winner of the proposals, then of its neighbours, as long as a neighbour wins."""
-    num_ranked = NUM_RANKED if search.num_sequences > MAX_KICKED else NUM_RANKED_SMALL
-    proposals = [_groups(plan, usable) for plan in search.promising()[:num_ranked]]
+    small = search.num_sequences <= MAX_KICKED
+    promising = search.promising()[: NUM_RANKED_SMALL if small else NUM_RANKED]
+    longest = np.inf if small else promising[0].step_seconds * (1 + WORTH_RANKING)
+    proposals = [_groups(plan, usable) for plan in promising if plan.step_seconds <= longest]
     winner = race.run([*proposals, *([warm_start] if warm_start else [])])
     for _ in range(NUM_CLIMBS):
         neighbours = search.neighbours(_counts(winner.groups, usable))[:NUM_NEIGHBOURS_RANKED]
-        best = race.run([winner.groups, *(_groups(plan, usable) for plan in neighbours)])
+        near = [_groups(plan, usable) for plan in neighbours if plan.step_seconds <= longest]
+        best = race.run([winner.groups, *near])
         if best is winner:
             break
         winner = best

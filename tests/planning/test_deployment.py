@@ -1,6 +1,7 @@
 """Oracles: all deployments of a few GPUs with every dispatch of every batch, and the paper's own plan."""
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
@@ -277,8 +278,10 @@ def test_the_7b_plan_beats_the_papers_plan_on_16_gpus(
 def test_large_clusters_are_planned_in_seconds(
     num_gpus: int, paper_workload: Callable[..., Workload], seventy_b_candidates: Candidates
 ) -> None:
+    start = time.process_time()
     plan = plan_deployment(paper_workload(), seventy_b_candidates, num_gpus, PlannerConfig(num_evaluation_batches=8))
+    cpu_seconds = time.process_time() - start
     assert plan.num_used_gpus <= num_gpus
     assert plan.lower_bound_seconds <= plan.predicted_step_seconds
-    # 0.8-1.1 s when written, on two noisy cores
-    assert plan.solve_seconds < 10
+    # 0.5-1.5 s when written; processor time, because other tests share the cores
+    assert cpu_seconds < 10
