@@ -26,9 +26,9 @@ from planning.workload import Workload
 
 NUM_RANKED = 8  # plans that the integer dispatcher runs
 NUM_RANKED_SMALL = 30  # where a step is a handful of sequences, whose grain the programs do not see
-NUM_NEIGHBOURS_RANKED = 24
+NUM_NEIGHBOURS_RANKED = 16
 NUM_CLIMBS = 3
-WORTH_RANKING = 0.05  # a plan whose expected step is longer by more has never won on sampled batches
+WORTH_RANKING = 0.05  # plans whose expected step is longer by more than this are not run; a heuristic, to save time
 
 
 def longest_sequence_tokens(candidates: Candidates) -> int:

@@ -17,7 +17,7 @@ from planning.types import Candidate, ParallelConfig, ReplicaGroup, replicas_of
 from planning.workload import Workload
 
 FIRST_BATCHES = 4
-NUM_FINALISTS = 3
+NUM_FINALISTS = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -91,7 +91,8 @@ PACKED_BASELINE = Variant(Strategy.TASK_FUSED, Batching.PACKED)
 def variants_of(strategy: Strategy, groups: tuple[ReplicaGroup, ...] = ()) -> list[Variant]:
     """What is shown of a strategy: padded and packed, on given replicas (if any) and on the planner's own."""
     if strategy is Strategy.TASK_FUSED:
-        return [BASELINE, Variant(strategy), PACKED_BASELINE]
+        balanced = replace(BASELINE, dispatch=DispatchRule.BALANCED)
+        return [BASELINE, balanced, Variant(strategy), PACKED_BASELINE]
     if strategy is Strategy.TASK_SEQUENTIAL:
         return [replace(BASELINE, strategy=strategy), Variant(strategy), Variant(strategy, Batching.PACKED)]
     own = [Variant(strategy), Variant(strategy, Batching.PACKED)]

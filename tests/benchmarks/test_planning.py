@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from planning.baselines import DispatchRule
 from planning.bucketing import choose_uppers
 from planning.candidates import Candidates, candidates_of_profile
 from planning.config import Batching, BucketRule, PlannerConfig, Strategy
@@ -222,7 +223,8 @@ def test_simulated_reductions_of_the_7b_experiment(family: LengthFamily) -> None
     scenario = Scenario(workload(SEVEN_B, family), candidates(LLAMA, 16), 16, PlannerConfig())
     own = [Variant(Strategy.LOBRA, batching) for batching in Batching]
     sequential = [replace(variant, strategy=Strategy.TASK_SEQUENTIAL) for variant in (BASELINE, PACKED_BASELINE)]
-    fused = [BASELINE, Variant(Strategy.TASK_FUSED), PACKED_BASELINE]
+    balanced = replace(BASELINE, dispatch=DispatchRule.BALANCED)
+    fused = [BASELINE, balanced, Variant(Strategy.TASK_FUSED), PACKED_BASELINE]
     variants = [*fused, *sequential, *ablation_variants(PAPER_PLAN), *own]
     rows = {variant: simulate(variant, scenario, NUM_STEPS) for variant in variants}
     base, packed_base = rows[BASELINE].gpu_seconds, rows[PACKED_BASELINE].gpu_seconds

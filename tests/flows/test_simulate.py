@@ -143,7 +143,7 @@ def test_more_gpus_shorten_the_step_until_the_longest_sequence_stands_alone(tmp_
     content = what_if_to_dict(answer)
     assert content["num_gpus"] == 128
     assert len(content["what_if"]["curve"]) == 5
-    assert planned(run_file).num_gpus == 8
+    assert planned(run_file)[0].plan.num_gpus == 8
 
 
 def test_the_command_line_prints_plan_and_simulation_as_json(tmp_path: Path) -> None:
