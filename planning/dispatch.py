@@ -35,7 +35,7 @@ from planning.types import Candidate, Chunk, DeploymentPlan, Dispatch, ParallelC
 GOOD_ENOUGH = 1e-4  # relative distance to the bound at which the local search stops
 PACKED_GOOD_ENOUGH = 0.004  # a search step on packed chunks costs more and gains less
 SECOND_TRY = 0.012  # relative distance to the bound above which packing tries another order
-MAX_KICKED = 24  # sequences of a step that is searched more thoroughly
+MAX_KICKED, MAX_KICKED_REPLICAS = 24, 8  # sequences and replicas of a step that is searched more thoroughly
 NUM_CLASSES = 24  # of packed sequences, in the linear program
 
 _by_length = attrgetter("num_tokens", "tenant", "row")
@@ -137,7 +137,8 @@ class Dispatcher:
         load = first_load(table, chunk_IJ, quotas_IJ, self._group_R)
         good_enough_seconds = shortest.lower_bound_seconds * (1 + GOOD_ENOUGH)
         improve(load, self._max_search_moves, good_enough_seconds)
-        if self._max_search_moves and batch.counts.sum() <= MAX_KICKED:
+        small = batch.counts.sum() <= MAX_KICKED and len(self._replicas) <= MAX_KICKED_REPLICAS
+        if self._max_search_moves and small:
             kick(load, self._max_search_moves, good_enough_seconds)
         return load, shortest.lower_bound_seconds
 
