@@ -1,10 +1,19 @@
 """Fixtures of the flow tests: a real Prefect test server, and a tiny base model with a real tokenizer."""
 
 import json
+import os
 import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 import torch
 from prefect.testing.utilities import prefect_test_harness
@@ -12,6 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from flows.config import RunConfig
 
+REPOSITORY = Path(__file__).resolve().parents[2]
+PREFECT = str(Path(sys.executable).with_name("prefect"))
 LETTERS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
 
 
@@ -111,3 +122,67 @@ def write_rows(path: Path, num_rows: int, num_words: int) -> None:
             word = LETTERS[row % len(LETTERS)]
             response = " ".join([word] * (num_words * (3 if row % 4 == 0 else 1)))
             file.write(json.dumps({"prompt": f"Say {word}.", "response": response}) + "\n")
+
+
+@contextmanager
+def _process(command: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen]:
+    """A server or worker with all its children, ended by process id."""
+    with log.open("w") as output:
+        child = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=log.parent)
+    try:
+        yield child
+    finally:
+        family = [*psutil.Process(child.pid).children(recursive=True), psutil.Process(child.pid)]
+        child.send_signal(signal.SIGTERM)
+        _, alive = psutil.wait_procs(family, timeout=15)
+        for survivor in alive:
+            survivor.kill()
+
+
+def _wait_until(is_true: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        if time.monotonic() > deadline:
+            pytest.fail(f"{what} did not happen within {seconds:.0f} s")
+        time.sleep(0.5)
+
+
+@pytest.fixture
+def worker_api(workspace: Path) -> Iterator[httpx.Client]:
+    """A Prefect server with a worker and the shipped deployments; a client of its API."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    home = workspace / "prefect"
+    home.mkdir()
+    environment = {
+        **os.environ,
+        "PREFECT_HOME": str(home),
+        "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "true",
+        "LOBRA_HOME": str(workspace),
+        "LOBRA_DATA_ROOTS": "/",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    server = [PREFECT, "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+
+    def healthy() -> bool:
+        try:
+            return httpx.get(f"{environment['PREFECT_API_URL']}/health").is_success
+        except httpx.TransportError:
+            return False
+
+    with _process(server, environment, home / "server.log"):
+        _wait_until(healthy, 90, "the server's start")
+        create = [PREFECT, "work-pool", "create", "local", "--type", "process"]
+        subprocess.run(create, env=environment, check=True, capture_output=True)
+        with _process([PREFECT, "worker", "start", "--pool", "local"], environment, home / "worker.log"):
+            (workspace / "flows").symlink_to(REPOSITORY / "flows")
+            command = [PREFECT, "--no-prompt", "deploy", "--all", "--prefect-file", str(REPOSITORY / "prefect.yaml")]
+            deployed = subprocess.run(
+                command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+            )
+            assert deployed.returncode == 0, deployed.stdout + deployed.stderr
+            with httpx.Client(base_url=environment["PREFECT_API_URL"]) as api:
+                yield api
