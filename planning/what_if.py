@@ -1,7 +1,7 @@
 """How many GPUs are worth having? Plans for several numbers of them, and where more stop shortening the step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planning.types import DeploymentPlan
 
@@ -28,8 +28,14 @@ def doubled_gpus(most: int, fewest: int = 8) -> tuple[int, ...]:
 
 
 def judge(plans: Sequence[DeploymentPlan]) -> WhatIf:
-    """The smallest number of GPUs that no larger one beats by more than `WORTHWHILE`."""
-    ordered = tuple(sorted(plans, key=lambda plan: plan.num_gpus))
+    """The smallest number of GPUs that no larger one beats by more than `WORTHWHILE`.
+
+    Where the plan on fewer GPUs is faster it stands for the larger number too, with the other GPUs left out.
+    """
+    ordered: tuple[DeploymentPlan, ...] = ()
+    for plan in sorted(plans, key=lambda plan: plan.num_gpus):
+        slower = ordered and plan.predicted_step_seconds > ordered[-1].predicted_step_seconds
+        ordered = (*ordered, _on_more_gpus(ordered[-1], plan) if slower else plan)
     for place, plan in enumerate(ordered):
         shortest = min(other.predicted_step_seconds for other in ordered[place:])
         if shortest >= plan.predicted_step_seconds * (1 - WORTHWHILE):
@@ -50,3 +56,17 @@ def judge(plans: Sequence[DeploymentPlan]) -> WhatIf:
             "raise the batch sizes"
         )
     return WhatIf(ordered, plan.num_gpus, reason)
+
+
+def _on_more_gpus(smaller: DeploymentPlan, larger: DeploymentPlan) -> DeploymentPlan:
+    """The smaller plan on the larger one's GPUs: the idle ones are part of every tenant's bill."""
+    bill = {
+        name: gpu_seconds * larger.num_gpus / smaller.num_gpus
+        for name, gpu_seconds in smaller.tenant_gpu_seconds.items()
+    }
+    return replace(
+        larger,
+        groups=smaller.groups,
+        predicted_step_seconds=smaller.predicted_step_seconds,
+        tenant_gpu_seconds=bill,
+    )
