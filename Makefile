@@ -22,6 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: $(STAMP)
 	@$(BIN)/python infra/demo/make_assets.py runs/demo-assets
 	@$(BIN)/lobra run infra/runs/demo.yaml --fresh
+	@$(BIN)/lobra compare infra/runs/demo.yaml --fresh --strategies lobra:padded,lobra:packed,task_fused:packed,task_sequential:packed
 
 test: $(STAMP)
 	@$(PYTEST)

@@ -215,26 +215,46 @@ def test_an_interrupted_flow_resumes_in_its_folder_to_the_same_adapters(
 SHARED_DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
 
+REAL_DATA = {
+    "gsm8k": {"path": "gsm8k/train.jsonl", "prompt_column": "question", "response_column": "answer"},
+    "tinker": {"path": "tinker_conversations/conversations.jsonl", "messages_column": "messages"},
+    "pubmedqa": {
+        "path": "pubmedqa/ori_pqal.json",
+        "format": "json_by_id",
+        "prompt_template": "{{ CONTEXTS | join(' ') }} {{ QUESTION }}",
+        "response_template": "{{ LONG_ANSWER }} {{ final_decision }}",
+    },
+    "gpteacher": {
+        "path": "gpteacher_codegen/codegen-instruct.json",
+        "format": "json",
+        "instruction_column": "instruction",
+    },
+    "aci_bench": {
+        "path": "aci_bench/train.csv",
+        "format": "csv",
+        "prompt_template": "{{ dialogue[:400] }}",  # the whole dialogues are too long for the tiny model
+        "response_template": "{{ note[:200] }}",
+    },
+}
+
+
 @pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="public data sets are not at hand")
-def test_gsm8k_and_tinker_conversations_train_together(run_content, workspace: Path) -> None:
-    gsm8k, tinker = run_content["tenants"]
-    gsm8k |= {
-        "name": "gsm8k",
-        "dataset": {
-            "path": str(SHARED_DATA / "gsm8k/train.jsonl"),
-            "prompt_column": "question",
-            "response_column": "answer",
-        },
-    }
-    tinker |= {
-        "name": "tinker",
-        "dataset": {
-            "path": str(SHARED_DATA / "tinker_conversations/conversations.jsonl"),
-            "messages_column": "messages",
-        },
-    }
+def test_five_public_data_sets_in_their_own_formats_train_together(run_content, workspace: Path) -> None:
+    common = {**run_content["tenants"][0], "steps": 2, "batch_size": 3}
+    run_content["tenants"] = [
+        {
+            **common,
+            "name": name,
+            "dataset": {
+                **dataset,
+                "path": str(SHARED_DATA / dataset["path"]),
+                "max_length": 1024,
+                "max_drop_ratio": 0.98,  # the test tokenizer makes many tokens of real text
+            },
+        }
+        for name, dataset in REAL_DATA.items()
+    ]
     summary = finetune(run=RunConfig.model_validate(run_content), run_dir=workspace / "runs" / "real")
-    assert {name: (t["status"], t["num_rejects"]) for name, t in summary["tenants"].items()} == {
-        "gsm8k": ("finished", 0),
-        "tinker": ("finished", 0),
-    }
+    assert {name: t["status"] for name, t in summary["tenants"].items()} == dict.fromkeys(REAL_DATA, "finished")
+    assert summary["tenants"]["gsm8k"]["num_rejects"] == 0
+    assert summary["tenants"]["tinker"]["num_rejects"] == 0

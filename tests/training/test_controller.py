@@ -146,7 +146,7 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("step", [1, 4])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_an_interrupted_run_keeps_its_last_step_and_resumes_to_the_same_adapters_bit_for_bit(
     step: int, unbroken, make_request
 ) -> None:
@@ -186,7 +186,7 @@ def kill(victim: str) -> None:
     target.send_signal(signal.SIGKILL)
 
 
-@pytest.mark.parametrize("victim", ["rank", "agent"])
+@pytest.mark.parametrize("victim", ["rank", pytest.param("agent", marks=pytest.mark.slow)])
 def test_a_killed_process_restarts_the_fleet_and_changes_no_adapter(victim: str, unbroken, make_request) -> None:
     request = make_request("restarted")
     processes: list[psutil.Process] = []
@@ -229,7 +229,7 @@ def test_a_spent_budget_stops_the_run_with_a_checkpoint(make_request) -> None:
     assert CheckpointStore(request.files.checkpoints, 2).latest().step == 1
 
 
-@pytest.mark.parametrize("batching", [Batching.PADDED, Batching.PACKED])
+@pytest.mark.parametrize("batching", [pytest.param(Batching.PADDED, marks=pytest.mark.slow), Batching.PACKED])
 def test_one_tenant_after_the_other_on_plans_of_their_own_gives_the_adapters_of_the_joint_run(
     batching: Batching, unbroken, make_request
 ) -> None:
