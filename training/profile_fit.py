@@ -3,8 +3,8 @@
     seconds of a chunk on one stage = layers/pp * f(tp,pp) * (a(tp) + b(tp) * tokens + c(tp) * sum(length^2))
 
 a, b, c >= 0 minimise the sum of squared relative errors over the measurements of the shortest pipeline of each tp
-(non-negative least squares); f then does the same for each longer one. Evidence for f (BENCHMARKS.md): stages of a
-pipeline take longer than their part of the layers.
+(non-negative least squares); f then does the same for each longer one. On two CPU cores f was 0.93 to 1.09
+(BENCHMARKS.md): a stage costs about its part of the layers there, but links between GPUs may say otherwise.
 """
 
 from collections import defaultdict
