@@ -49,8 +49,10 @@ def run(
     check_run(config, run_file)
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
     from flows.finetune import finetune
+    from flows.temporary_server import prefect_server
 
-    summary = finetune(run=config, run_dir=folder, fresh=fresh)
+    with prefect_server():
+        summary = finetune(run=config, run_dir=folder, fresh=fresh)
     console.print(summary_table(summary))
     console.print(f"Run folder: {folder}")
     console.print(f"Compare in MLflow: mlflow ui --backend-store-uri {config.tracking.mlflow_uri}", soft_wrap=True)
@@ -80,8 +82,10 @@ def compare(
     folder = run_dir or Path("runs") / f"{config.name}-compare"
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
     from flows.compare import compare as compare_strategies
+    from flows.temporary_server import prefect_server
 
-    comparison = compare_strategies(run=config, strategies=variants, run_dir=folder, fresh=fresh)
+    with prefect_server():
+        comparison = compare_strategies(run=config, strategies=variants, run_dir=folder, fresh=fresh)
     for table in comparison_tables(comparison):
         console.print(table)
     console.print(f"Table and figure: {folder}/comparison.md, {folder}/comparison.png", soft_wrap=True)
@@ -157,8 +161,10 @@ def profile(
     check_run(config, run_file)
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
     from flows.profile import profile as measure
+    from flows.temporary_server import prefect_server
 
-    stored = Path(measure(run=config, force=force))
+    with prefect_server():
+        stored = Path(measure(run=config, force=force))
     for table in profile_tables(stored):
         console.print(table)
     console.print(f"Profile: {stored}", soft_wrap=True)

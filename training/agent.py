@@ -16,7 +16,8 @@ import torch
 
 from training import worker
 from training.fleet_spec import DEATH_KEY, FAILURE_KEY, HEARTBEAT_KEY, HEARTBEAT_LOST_SECONDS
-from training.processes import connect_store, die_with_parent
+from training.parent_death import die_with_parent
+from training.processes import connect_store
 
 POLL_SECONDS = 0.1
 
