@@ -56,6 +56,7 @@ def prefect_server() -> Iterator[None]:
         ],
         env={**os.environ, "PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"},
         stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C ends the command, which still has its last state to report
         preexec_fn=lambda: die_with_parent(command_pid),
     )
     try:

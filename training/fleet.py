@@ -94,6 +94,7 @@ class Fleet:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C and a cancellation reach the controller, which saves the last step
             )
         self._collect(READY, timeout_seconds, "get ready")
         self.is_ready = True

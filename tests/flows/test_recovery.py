@@ -157,6 +157,7 @@ def test_a_killed_flow_process_shows_as_crashed_and_its_retry_resumes(
     agent = next(process for process in fleet if process.parent() not in fleet)
     agent.parent().kill()
     wait_for_state(worker_api, flow_run_id, {"CRASHED"}, 60)
+    time.sleep(12)  # the worker reports the crash a second time, which would undo a retry asked for before
     _, alive = psutil.wait_procs(fleet, timeout=15)
     assert not alive
     retry = {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}, "force": True}
