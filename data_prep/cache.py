@@ -2,7 +2,7 @@
 
 An entry is a folder `<key>/` with tokens.arrow, evaluation.arrow, rejects.parquet and, written last, manifest.json with
 their SHA-256. An entry that is incomplete or does not match its manifest counts as absent and is built anew. The
-manifest's time is when the entry was last used; `prune_cache` goes by it.
+manifest's time is when the entry was last used; `lobra gc` goes by it.
 """
 
 import hashlib
