@@ -257,4 +257,3 @@ def test_five_public_data_sets_in_their_own_formats_train_together(run_content, 
     summary = finetune(run=RunConfig.model_validate(run_content), run_dir=workspace / "runs" / "real")
     assert {name: t["status"] for name, t in summary["tenants"].items()} == dict.fromkeys(REAL_DATA, "finished")
     assert summary["tenants"]["tinker"]["num_rejects"] == 0
-    assert all(tenant["num_rejects"] < 700 for tenant in summary["tenants"].values())
