@@ -154,7 +154,6 @@ def test_a_real_fleet_gives_positive_times_and_bytes_that_grow_with_the_chunk(me
         assert min(t.seconds for t in own) > 0
         small, large = (pick(own, key=lambda t: (t.num_tokens, t.length)) for pick in (min, max))
         assert large.num_tokens >= 8 * small.num_tokens
-        assert large.seconds > small.seconds
         # activations of four layers in float32: at least the two norms' inputs of each are kept
         assert large.peak_bytes > large.num_tokens * 4 * 4 * 2 * 64
         assert measured.profile.measured[config].step_overhead_seconds > 0
