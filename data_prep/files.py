@@ -23,9 +23,9 @@ def replace_atomically(path: Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        _fsync(temporary)
+        sync_to_disk(temporary)
         temporary.replace(path)
-        _fsync(path.parent)
+        sync_to_disk(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -35,7 +35,8 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _fsync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
+    """fsync a file or a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from data_prep.files import sync_to_disk
 from data_prep.names import folder_name
 from planning.errors import InputError, LobraError
-from training.checkpoint import sync_to_disk
 
 LOCK = "lock"
 

@@ -10,14 +10,13 @@ Ranks write the tensors into `<name>.partial`; the controller adds its state and
 and renames. A folder whose manifest does not match is skipped in favour of the one before. No torch here.
 """
 
-import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_prep.files import file_sha256, sync_to_disk
 from planning.errors import LobraError
 
 SCHEMA_VERSION = 1
@@ -136,21 +135,11 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, state)
 
 
-def sync_to_disk(path: Path) -> None:
-    """fsync a file or a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _hashes(folder: Path) -> dict[str, str]:
     hashes = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != MANIFEST:
-            with path.open("rb") as file:
-                hashes[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+            hashes[str(path.relative_to(folder))] = file_sha256(path)
     return hashes
 
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
 from data_prep.token_file import TokenFile
-from planning.dispatch import Dispatcher
+from planning.dispatch import dispatcher_for
 from planning.errors import LobraError
 from planning.strategies import Phase
 from training.checkpoint import Checkpoint, CheckpointStore
@@ -119,16 +119,9 @@ class _Controller:
         self.ledger.overhead("stop", self.progress.step)
 
     def _train_phase(self, fleet: Fleet) -> None:
-        plan, options = self._phase.plan, self.request.planner
+        plan = self._phase.plan
         by_config = {candidate.config: candidate for candidate in self.request.candidates}
-        dispatcher = Dispatcher(
-            plan.replicas,
-            by_config,
-            options.num_buckets,
-            options.max_search_moves,
-            options.batching,
-            plan.bucket_uppers,
-        )
+        dispatcher = dispatcher_for(plan, by_config, self.request.planner)
         planner = StepPlanner(plan, by_config, dispatcher, self.token_files)
         planned, wait_seconds = self._plan(planner, self.progress.step, self._active()), 0.0
         while planned is not None:

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
+from data_prep.files import sync_to_disk
 from data_prep.names import folder_name
 from planning.errors import LobraError
-from training.checkpoint import Checkpoint, adapter_file, sync_to_disk
+from training.checkpoint import Checkpoint, adapter_file
 from training.config import BaseModelConfig, TenantConfig
 
 
