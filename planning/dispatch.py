@@ -35,7 +35,9 @@ from planning.types import Candidate, Chunk, DeploymentPlan, Dispatch, ParallelC
 GOOD_ENOUGH = 1e-4  # relative distance to the bound at which the local search stops
 PACKED_GOOD_ENOUGH = 0.004  # a search step on packed chunks costs more and gains less
 SECOND_TRY = 0.012  # relative distance to the bound above which packing tries another order
-MAX_KICKED, MAX_KICKED_REPLICAS = 24, 8  # sequences and replicas of a step that is searched more thoroughly
+MAX_KICKED_REPLICAS = 8  # of a step that is searched more thoroughly,
+MAX_KICKED = 24  # always with so few sequences,
+WORTH_KICKING = 0.018  # with more if it ended this far (relative) above the bound
 NUM_CLASSES = 24  # of packed sequences, in the linear program
 
 _by_length = attrgetter("num_tokens", "tenant", "row")
@@ -135,11 +137,10 @@ class Dispatcher:
         quotas_IJ = whole_quotas(shortest.split.part, batch.counts)
         _, chunk_IJ = shares(table, shortest.step_seconds)
         load = first_load(table, chunk_IJ, quotas_IJ, self._group_R)
-        good_enough_seconds = shortest.lower_bound_seconds * (1 + GOOD_ENOUGH)
-        improve(load, self._max_search_moves, good_enough_seconds)
-        small = batch.counts.sum() <= MAX_KICKED and len(self._replicas) <= MAX_KICKED_REPLICAS
-        if self._max_search_moves and small:
-            kick(load, self._max_search_moves, good_enough_seconds)
+        improve(load, self._max_search_moves, shortest.lower_bound_seconds * (1 + GOOD_ENOUGH))
+        if self._max_search_moves and len(self._replicas) <= MAX_KICKED_REPLICAS:
+            margin = GOOD_ENOUGH if batch.counts.sum() <= MAX_KICKED else WORTH_KICKING
+            kick(load, self._max_search_moves, shortest.lower_bound_seconds * (1 + margin))
         return load, shortest.lower_bound_seconds
 
     def pack(self, lengths: np.ndarray) -> tuple[PackedLoad, float]:

@@ -198,7 +198,8 @@ def test_sequences_in_a_chunk_are_sorted_by_tenant_and_row() -> None:
 
 
 def test_search_moves_only_ever_shorten_the_step() -> None:
-    replicas = replicas_for([ParallelConfig(1, 1)] * 2 + [ParallelConfig(1, 4)] * 2 + [ParallelConfig(2, 1)])
+    too_many_to_kick = [ParallelConfig(1, 1)] * 5 + [ParallelConfig(1, 4)] * 2 + [ParallelConfig(2, 1)] * 2
+    replicas = replicas_for(too_many_to_kick)
     gains = []
     for seed in range(30):
         sequences = sequences_of(np.random.default_rng(seed).integers(1, 17, 50).tolist())
