@@ -14,7 +14,7 @@ import numpy as np
 from planning.assignment import Load
 
 IMPROVEMENT = 1e-9  # relative; smaller gains are rounding
-NUM_KICKS = 15
+NUM_KICKS = 20
 DRIFT = 0.01  # relative; a kicked load that is worse by more is taken back
 NUM_SWAP_PARTNERS = 8  # the replicas that finish first
 

@@ -1,19 +1,22 @@
 """Benchmarks print what they measure; times are void, and only printed, when the machine was busy before they began."""
 
 import os
+import resource
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import psutil
 import pytest
 
 QUIET_LOAD = 0.5
+PAIRS = 7
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Median, fastest and slowest wall milliseconds of the calls, and median CPU milliseconds of this process."""
+    """Median, fastest and slowest wall milliseconds of the calls, and median CPU milliseconds, children included."""
 
     median_ms: float
     fastest_ms: float
@@ -22,6 +25,31 @@ class Timing:
 
     def __str__(self) -> str:
         return f"{self.median_ms:.2f} ms ({self.fastest_ms:.2f}-{self.slowest_ms:.2f}), CPU {self.cpu_ms:.2f} ms"
+
+    @classmethod
+    def of(cls, samples: list[tuple[float, float]]) -> "Timing":
+        """Of (wall, CPU) seconds."""
+        wall, cpu = ([1e3 * value for value in column] for column in zip(*samples, strict=True))
+        return cls(statistics.median(wall), min(wall), max(wall), statistics.median(cpu))
+
+
+def _own_cpu_seconds() -> float:
+    """Of this process and its children that ended."""
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def _living_children_cpu_seconds() -> float:
+    alive = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    return sum(times.user + times.system for times in alive)
+
+
+def measure(call: Callable[[], object]) -> tuple[float, float]:
+    """Wall and CPU seconds of one call, children included; looking at them is not counted."""
+    children, own, start = _living_children_cpu_seconds(), _own_cpu_seconds(), time.perf_counter()
+    call()
+    wall, own = time.perf_counter() - start, _own_cpu_seconds() - own
+    return wall, own + _living_children_cpu_seconds() - children
 
 
 @pytest.fixture(scope="session")
@@ -32,18 +60,31 @@ def is_quiet() -> bool:
     return load <= QUIET_LOAD
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def timed() -> Callable[[list[Callable[[], object]]], Timing]:
     """`timed(calls)`: each call once, after the first as a warm-up."""
 
     def run(calls: list[Callable[[], object]]) -> Timing:
         calls[0]()
-        wall, cpu = [], []
-        for call in calls:
-            wall_start, cpu_start = time.perf_counter(), time.process_time()
+        return Timing.of([measure(call) for call in calls])
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def interleaved() -> Callable[..., dict[str, Timing]]:
+    """`interleaved({name: call}, pairs)`: all calls in turn, `pairs` times, in reversed order every second time.
+
+    Each is called once before, as a warm-up.
+    """
+
+    def run(calls: dict[str, Callable[[], object]], pairs: int = PAIRS) -> dict[str, Timing]:
+        for call in calls.values():
             call()
-            wall.append(1e3 * (time.perf_counter() - wall_start))
-            cpu.append(1e3 * (time.process_time() - cpu_start))
-        return Timing(statistics.median(wall), min(wall), max(wall), statistics.median(cpu))
+        samples: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+        for number in range(pairs):
+            for name in list(calls) if number % 2 == 0 else reversed(list(calls)):
+                samples[name].append(measure(calls[name]))
+        return {name: Timing.of(taken) for name, taken in samples.items()}
 
     return run

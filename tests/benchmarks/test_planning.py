@@ -3,23 +3,28 @@
 Quality is asserted always, time on a quiet machine only. Lengths are the shipped models; profiles the shipped presets.
 """
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import pytest
+from scipy.optimize import linprog
+from scipy.sparse import csr_array, hstack
 
 from planning.baselines import DispatchRule
 from planning.bucketing import choose_uppers
 from planning.candidates import Candidates, candidates_of_profile
 from planning.config import Batching, BucketRule, PlannerConfig, Strategy
 from planning.deployment import plan_deployment
-from planning.dispatch import Dispatcher
+from planning.dispatch import BucketCounts, Dispatcher
 from planning.exact import exact_deployment
 from planning.length_models import LengthFamily, dataset_names, length_model, modelled_tenant
 from planning.plan_ranking import sample_batches
 from planning.profile import read_preset
+from planning.shares import cost_table
 from planning.simulation import (
     BASELINE,
     PACKED_BASELINE,
@@ -47,6 +52,7 @@ FOUR = ("Evol-Instruct", "CommitPackFt", "BillSum", "PubMedQA")
 FIVE_CONFIGURATIONS = ("<16,1>", "<8,1>", "<4,1>", "<4,2>", "<2,4>")
 NUM_STEPS = 100
 Timed = Callable[[list[Callable[[], object]]], object]
+Interleaved = Callable[..., dict]
 
 
 def workload(names: tuple[str, ...], family: LengthFamily = LengthFamily.GAMMA) -> Workload:
@@ -78,21 +84,34 @@ LLAMA = "llama2_7b_a100_40gb"
     ("num_gpus", "limit_seconds", "max_gap"), [(16, 0.5, 0.03), (64, 2.0, 0.03), (256, 3.0, 0.07), (1024, 5.0, None)]
 )
 def test_deployment_is_fast_and_close_to_its_bound(
-    num_gpus: int, limit_seconds: float, max_gap: float | None, timed: Timed, is_quiet: bool
+    num_gpus: int, limit_seconds: float, max_gap: float | None, interleaved: Interleaved, is_quiet: bool
 ) -> None:
     preset, names = (LLAMA, SEVEN_B) if num_gpus == 16 else (SEVENTY_B, dataset_names())
     tenants, pool = workload(names), candidates(preset, num_gpus)
-    timing = timed([partial(plan_deployment, tenants, pool, num_gpus, PlannerConfig())] * 3)
-    dynamic = plan_deployment(tenants, pool, num_gpus, PlannerConfig())
-    # the gap is defined on fixed buckets and 32 seeded batches
-    fixed = plan_deployment(tenants, pool, num_gpus, PlannerConfig(bucket_rule=BucketRule.FIXED))
-    print(
-        f"\ndeployment, {num_gpus} GPUs: {timing}\n  {dynamic}: {dynamic.predicted_step_seconds:.3f} s, dynamic "
-        f"buckets, gap {dynamic.gap:.2%}; fixed buckets {fixed.predicted_step_seconds:.3f} s, gap {fixed.gap:.2%}"
+    planners = {str(rule): PlannerConfig(bucket_rule=rule) for rule in (BucketRule.DYNAMIC, BucketRule.FIXED)}
+    planners["packed"] = PlannerConfig(batching=Batching.PACKED)
+    plans = {name: plan_deployment(tenants, pool, num_gpus, planner) for name, planner in planners.items()}
+    timings = interleaved(
+        {name: partial(plan_deployment, tenants, pool, num_gpus, planner) for name, planner in planners.items()}
     )
-    assert dynamic.lower_bound_seconds <= dynamic.predicted_step_seconds
-    assert max_gap is None or fixed.gap <= max_gap
-    assert not is_quiet or timing.median_ms <= 1e3 * limit_seconds
+    print(f"\ndeployment, {num_gpus} GPUs, {len(names)} tenants")
+    for name, plan in plans.items():
+        print(f"  {name:7} {timings[name]}; {plan} {plan.predicted_step_seconds:.3f} s, gap {plan.gap:.2%}")
+        assert plan.lower_bound_seconds <= plan.predicted_step_seconds
+    # the gap's limit is defined on fixed buckets and 32 seeded batches
+    assert max_gap is None or plans[str(BucketRule.FIXED)].gap <= max_gap
+    assert not is_quiet or timings[str(BucketRule.DYNAMIC)].median_ms <= 1e3 * limit_seconds
+
+
+def test_a_fresh_process_plans_within_seconds() -> None:
+    script = "from planning.deployment import plan_deployment\nimport time\nprint(time.process_time())"
+    taken = [
+        float(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout) for _ in range(7)
+    ]
+    print(
+        f"\nimport of the planner in a fresh process: {np.median(taken):.2f} CPU s ({min(taken):.2f}-{max(taken):.2f})"
+    )
+    assert np.median(taken) < 5
 
 
 @pytest.mark.parametrize(
@@ -118,6 +137,30 @@ def test_plans_of_four_tenants_are_never_slower_than_the_published_codes(
         assert makespans[0] <= makespans[1] * 1.003
 
 
+def program_seconds(replicas: tuple[Replica, ...], pool: Candidates, batch: BucketCounts) -> float:
+    """The linear program of full chunks in which every replica of depth pp idles pp - 1 of its largest full chunks.
+
+    The usual yardstick of a dispatch; a replica whose largest chunk is not full beats it, so it is no lower bound.
+    """
+    configs = sorted({replica.config for replica in replicas})
+    num_replicas = np.array([sum(replica.config == config for replica in replicas) for config in configs])
+    table = cost_table([pool.by_config[config] for config in configs], batch.uppers)
+    full = np.where(table.capacity > 0, table.fixed[:, None] + table.variable * table.capacity, 0.0)
+    group, bucket = np.nonzero(table.capacity)
+    seconds = (full / np.maximum(table.capacity, 1) * batch.counts)[group, bucket]
+    parts = np.arange(len(group))
+    work = csr_array((seconds, (group, parts)), shape=(len(configs), len(parts)))
+    whole = csr_array((np.ones(len(parts)), (bucket, parts)), shape=(len(batch.counts), len(parts)))
+    solved = linprog(
+        np.append(np.zeros(len(parts)), 1.0),
+        A_ub=hstack([work, -num_replicas[:, None]]),
+        b_ub=-num_replicas * table.depth * full.max(axis=1),
+        A_eq=hstack([whole, np.zeros((len(batch.counts), 1))]),
+        b_eq=np.ones(len(batch.counts)),
+    )
+    return float(solved.fun)
+
+
 def mean_makespan(
     replicas: tuple[Replica, ...], pool: Candidates, steps: list[np.ndarray], batching: Batching
 ) -> tuple[float, np.ndarray]:
@@ -137,14 +180,15 @@ def mean_makespan(
 
 @dataclass(frozen=True)
 class DispatchCase:
-    """A plan (empty: the planner's own on 256 GPUs), and the limits: milliseconds, mean and largest gap."""
+    """A plan (empty: the planner's own on 256 GPUs), and the limits: milliseconds, and the distance of a step to the
+    program (padded) or the bound (packed), on average and at most."""
 
     batching: Batching
     preset: str
     groups: tuple[ReplicaGroup, ...]
     limit_ms: float
     mean_gap: float
-    max_gap: float
+    max_gap: float = np.inf
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -157,10 +201,10 @@ SIXTY_FOUR = groups((16, 1, 1), (8, 1, 2), (4, 2, 1), (2, 4, 3))
 @pytest.mark.parametrize(
     "case",
     [
-        DispatchCase(Batching.PADDED, LLAMA, PAPER_PLAN, 5.0, 0.012, 0.022),
+        DispatchCase(Batching.PADDED, LLAMA, PAPER_PLAN, 5.0, 0.012, 0.02),
         DispatchCase(Batching.PACKED, LLAMA, PAPER_PLAN, 10.0, 0.015, 0.025),
-        DispatchCase(Batching.PADDED, SEVENTY_B, SIXTY_FOUR, 10.0, 0.006, 0.02),
-        DispatchCase(Batching.PADDED, SEVENTY_B, (), 20.0, 0.05, 0.15),
+        DispatchCase(Batching.PADDED, SEVENTY_B, SIXTY_FOUR, 10.0, 0.006),
+        DispatchCase(Batching.PADDED, SEVENTY_B, (), 20.0, 0.006),
     ],
     ids=lambda case: f"{case.batching}-{case.preset}-{len(case.groups)}",
 )
@@ -168,15 +212,21 @@ def test_dispatch_is_fast_and_close_to_its_linear_program(case: DispatchCase, ti
     tenants, pool = workload(case.names), candidates(case.preset, 256)
     replicas = replicas_of(case.groups or plan_deployment(tenants, pool, 256, PlannerConfig()).groups)
     steps = [np.sort(drawn) for drawn in drawn_steps(tenants, 7, NUM_STEPS)]
-    _, gaps = mean_makespan(replicas, pool, steps, case.batching)
     dispatcher = Dispatcher(replicas, pool.by_config, 16, 2000, case.batching)
     if case.batching is Batching.PACKED:
-        timing = timed([partial(dispatcher.pack, lengths) for lengths in steps])
+        _, gaps = mean_makespan(replicas, pool, steps, case.batching)
+        timing, to_bound = timed([partial(dispatcher.pack, lengths) for lengths in steps]), gaps
     else:
+        batches = [dispatcher.buckets_of(lengths) for lengths in steps]
+        found = [dispatcher.assign(batch) for batch in batches]
+        makespans = np.array([load.replica_seconds().max() for load, _ in found])
+        to_bound = makespans / np.array([bound for _, bound in found]) - 1
+        gaps = makespans / np.array([program_seconds(replicas, pool, batch) for batch in batches]) - 1
         timing = timed([partial(lambda lengths: dispatcher.assign(dispatcher.buckets_of(lengths)), s) for s in steps])
     print(
         f"\n{case.batching} dispatch, {case.preset}, {len(replicas)} replicas, {len(steps[0])} sequences: {timing}; "
-        f"gap to the bound mean {gaps.mean():.2%}, max {gaps.max():.2%}"
+        f"above the program mean {gaps.mean():.2%}, max {gaps.max():.2%}; above the bound mean {to_bound.mean():.2%}, "
+        f"max {to_bound.max():.2%}"
     )
     assert gaps.mean() <= case.mean_gap
     assert gaps.max() <= case.max_gap
