@@ -76,6 +76,7 @@ def _joint_metrics(record: Mapping[str, Any]) -> dict[str, float]:
         "measured_step_seconds": record["measured_seconds"],
         "dispatch_milliseconds": record["dispatch_milliseconds"],
         "plan_wait_seconds": record["plan_wait_seconds"],
+        "sync_seconds": record["sync_seconds"],
     }
     for tenant, result in record["tenants"].items():
         values[f"loss/{metric_part(tenant)}"] = result["loss"]

@@ -49,6 +49,7 @@ def step_record(planned: PlannedStep, reports: Sequence[dict], planner: StepPlan
         "lower_bound_seconds": planned.lower_bound_seconds,
         "replica_seconds": busy_seconds,
         "predicted_replica_seconds": predicted,
+        "sync_seconds": min(report["sync_seconds"] for report in reports),  # of the rank that waits for nobody
         "imbalance": imbalance(busy_seconds),
         "padding_ratio": 1.0 - num_tokens / num_computed_tokens,
         "dispatch_milliseconds": planned.dispatch_milliseconds,

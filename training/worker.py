@@ -57,7 +57,7 @@ class Worker:
         self.token_files = {name: TokenFile(path) for name, path in spec.token_paths.items()}
 
     def train(self, plan: StepPlan) -> dict:
-        """One step. The report: busy seconds of forward and backward, weighted losses, and (rank 0) the updates."""
+        """One step. The report: seconds of forward and backward, of sync and update (with waiting), losses, updates."""
         replica = self.stage.position.replica.index
         chunks = [
             chunk
@@ -70,7 +70,7 @@ class Worker:
         loss_weights = {tenant: 1.0 / count for tenant, count in plan.supervised_tokens.items()}
         start = time.perf_counter()
         losses = self.model.forward_backward([collate(chunk, self.token_files, loss_weights) for chunk in chunks])
-        busy_seconds = time.perf_counter() - start
+        computed = time.perf_counter()
         tenants = sorted(plan.supervised_tokens)
         self.sync(tenants)
         with self.saver.lock:
@@ -78,7 +78,8 @@ class Worker:
             self.saver.completed_steps += 1
         return {
             "replica": replica,
-            "busy_seconds": busy_seconds,
+            "busy_seconds": computed - start,
+            "sync_seconds": time.perf_counter() - computed,
             "losses": losses if self.stage.position.reports_loss else {},
             "updates": {
                 name: {"grad_norm": update.grad_norm, "skipped": update.skipped} for name, update in updates.items()

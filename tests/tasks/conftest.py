@@ -48,6 +48,7 @@ def step_record() -> Callable[..., Record]:
             "padding_ratio": 0.1,
             "dispatch_milliseconds": 3.0,
             "plan_wait_seconds": 0.0,
+            "sync_seconds": 0.001,
             "num_tokens": 100 * len(tenants),
             "num_computed_tokens": 110 * len(tenants),
         }

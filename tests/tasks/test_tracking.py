@@ -50,7 +50,7 @@ def test_a_run_has_a_parent_and_a_child_per_tenant(config, identity, journal, st
     assert points("nightly", "gpu_seconds/code") == points("code", "gpu_seconds") == [(0, 2.0), (1, 2.0), (2, 2.0)]
     assert points("nightly", "gpu_seconds/total")[0] == (0, 3.0)
     expected = {"tokens", "padding_ratio", "imbalance", "predicted_step_seconds", "measured_step_seconds"}
-    assert expected | {"dispatch_milliseconds", "plan_wait_seconds"} <= set(parent.data.metrics)
+    assert expected | {"dispatch_milliseconds", "plan_wait_seconds", "sync_seconds"} <= set(parent.data.metrics)
 
 
 def test_ten_steps_are_sent_together_while_the_run_goes_on(config, identity, journal, step_record, points, monkeypatch):
