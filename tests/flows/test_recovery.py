@@ -4,10 +4,12 @@ The unbroken run is the oracle; nothing of a fleet may outlive its controller.
 """
 
 import json
+import random
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -107,6 +109,82 @@ def test_a_terminated_command_saves_its_last_step_and_ends_in_time(unbroken: dic
     assert json.loads((newest / "controller.json").read_text())["step"] == done
     assert start(workspace, "stopped").wait(180) == 0
     assert adapters(folder) == unbroken
+
+
+class RandomKills:
+    """Runs the command and kills a rank, the agent or the command itself after random times, until `num_left` is 0.
+
+    The command restarts its fleet by itself; where it ends, it is run again.
+    """
+
+    def __init__(self, workspace: Path, num_kills: int) -> None:
+        self.workspace = workspace
+        self.num_left = num_kills
+        self.victims: dict[str, int] = {"rank": 0, "agent": 0, "command": 0}
+        self.rng = random.Random(1)
+
+    def finish(self, name: str) -> None:
+        """The run `name`, killed until it is done or nobody is to be killed any more."""
+        folder = self.workspace / "runs" / name
+        while not (folder / "summary.json").exists():
+            run = start(self.workspace, name)
+            while self.num_left and run.poll() is None:
+                self._kill_one(run)
+            if not self.num_left:
+                assert run.wait(300) == 0
+
+    def _kill_one(self, run: subprocess.Popen) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            run.wait(self.rng.uniform(0.5, 12.0))
+        if run.poll() is not None:
+            return
+        victim = self.rng.choice(sorted(self.victims))
+        processes = family(run.pid)
+        if victim == "command":
+            run.kill()
+            run.wait()
+            _, alive = psutil.wait_procs(processes, timeout=20)
+            assert not alive
+        else:
+            fleet = fleet_of(processes)
+            agents = [process for process in fleet if process.ppid() == run.pid]
+            chosen = agents if victim == "agent" else [process for process in fleet if process not in agents]
+            if not chosen:
+                return
+            self.rng.choice(chosen).kill()
+            _, alive = psutil.wait_procs(fleet, timeout=20)
+            assert not alive
+        self.victims[victim] += 1
+        self.num_left -= 1
+
+
+def trace(folder: Path) -> list[dict]:
+    """What every step trained, and with which losses."""
+    steps = effective_steps(read_journal(folder / "steps.jsonl"))
+    keys = ("loss", "num_sequences", "num_tokens", "grad_norm")
+    return [{name: [own[key] for key in keys] for name, own in step["tenants"].items()} for step in steps]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_thirty_kills_at_random_points_change_no_adapter(longer_run: dict, workspace: Path) -> None:
+    for tenant in longer_run["tenants"]:
+        tenant["steps"] = 1000
+    longer_run["training"] |= {"save_every": 20, "max_restarts": 100}
+    (workspace / "run.yaml").write_text(yaml.safe_dump(longer_run))
+    assert start(workspace, "unbroken").wait(600) == 0
+    shared_memory = sorted(Path("/dev/shm").iterdir())
+    kills = RandomKills(workspace, num_kills=30)
+    names = []
+    while kills.num_left:
+        names.append(f"killed-{len(names)}")
+        kills.finish(names[-1])
+    print(f"\n{kills.victims} killed in {len(names)} runs of 1,000 steps")
+    for name in names:
+        assert adapters(workspace / "runs" / name) == adapters(workspace / "runs" / "unbroken")
+        assert trace(workspace / "runs" / name) == trace(workspace / "runs" / "unbroken")
+    assert not fleet_of(psutil.Process().children(recursive=True))
+    assert sorted(Path("/dev/shm").iterdir()) == shared_memory
 
 
 def submit(api: httpx.Client, run: dict) -> str:
