@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from training.checkpoint import Checkpoint, CheckpointStore
-from training.fleet import Fleet
+from training.fleet import Fleet, FleetError
 from training.journal import Journal
 
 WRITE_SECONDS = 600.0
@@ -63,6 +64,12 @@ class CheckpointWriter:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
+
+    def forget(self) -> None:
+        """Drop what a fleet that failed was writing: its failure is known, and its steps will be saved again."""
+        with suppress(FleetError):
+            self.finish()
+        self.saved_step = -1
 
     def _submit(self, fleet: Fleet, partial: Path, state: dict, timeout_seconds: float) -> None:
         self.saved_step = state["step"]

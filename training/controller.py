@@ -120,7 +120,8 @@ class _Controller:
                 if not fleet.is_ready or num_restarts > self.request.training.max_restarts:
                     raise
                 self.ledger.overhead("restart", self.progress.step, reason=str(error))
-                self._running, self._is_evaluating = None, False
+                self._running, self._is_evaluating, self._has_unsaved_end = None, False, False
+                self.writer.forget()
             self.progress, self.checkpoint = self._restore()
         assert self.checkpoint is not None, "a run without a step was let through"
         return TrainingResult(self.checkpoint, self.progress.tenants)
