@@ -44,26 +44,24 @@ class EarlyPublisher:
 
     def take(self, checkpoint: Checkpoint) -> None:
         """Begin to publish who has ended by this checkpoint, unless all have: then the run's end does it."""
-        try:
-            staged = self._staged(checkpoint)
-        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on and the run's end tries again
-            self._put_off(error)
-            return
+        staged = []
+        for tenant in self._newly_ended(RunProgress.from_dict(checkpoint.state)):
+            try:
+                if published_probe(tenant.name, checkpoint, self._folder) is None:
+                    staged.append(stage_adapter(tenant, checkpoint, self._base_model, self._folder))
+            except Exception as error:  # noqa: BLE001 - whatever it is, training goes on and the run's end tries again
+                self._put_off(error)
         if staged:
             self._executor.submit(self._publish, staged)
 
-    def _staged(self, checkpoint: Checkpoint) -> list[StagedAdapter]:
-        progress = RunProgress.from_dict(checkpoint.state)
+    def _newly_ended(self, progress: RunProgress) -> list[TenantConfig]:
+        """Tenants to publish that were not tried before; each is tried once."""
         if self._stop.is_set() or all(p.status is not TenantStatus.RUNNING for p in progress.tenants.values()):
             return []
-        staged = []
-        for tenant in self._tenants:
-            is_new = tenant.name not in self._tried and progress.tenants[tenant.name].is_publishable(tenant.evaluation)
-            if is_new:
-                self._tried.add(tenant.name)
-                if published_probe(tenant.name, checkpoint, self._folder) is None:
-                    staged.append(stage_adapter(tenant, checkpoint, self._base_model, self._folder))
-        return staged
+        ended = [t for t in self._tenants if progress.tenants[t.name].is_publishable(t.evaluation)]
+        new = [tenant for tenant in ended if tenant.name not in self._tried]
+        self._tried |= {tenant.name for tenant in new}
+        return new
 
     def _publish(self, staged: Sequence[StagedAdapter]) -> None:
         try:
