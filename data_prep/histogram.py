@@ -18,10 +18,17 @@ SCHEMA = {"tenant": pl.String, "length": pl.Int64, "count": pl.Int64}
 
 
 def measure_lengths(prepared: Sequence[PreparedTenant]) -> pl.DataFrame:
-    """One row per tenant and length (tokens): [tenant, length, count], tenants as given, lengths rising."""
+    """One row per tenant and length (tokens): [tenant, length, count], tenants as given, lengths rising.
+
+    The longest row held out counts too, once, where no row to train on is as long: the plan must hold it.
+    """
     frames = [pl.DataFrame(schema=SCHEMA)]
     for tenant in prepared:
-        lengths, counts = np.unique(TokenFile(tenant.token_path).num_tokens, return_counts=True)
+        tokens = TokenFile(tenant.token_path).num_tokens
+        if tenant.evaluation_path is not None:
+            longest = TokenFile(tenant.evaluation_path).num_tokens.max()
+            tokens = np.append(tokens, longest) if longest > tokens.max() else tokens
+        lengths, counts = np.unique(tokens, return_counts=True)
         columns = {"tenant": [tenant.tenant] * len(lengths), "length": lengths, "count": counts}
         frames.append(pl.DataFrame(columns, schema=SCHEMA))
     return pl.concat(frames)

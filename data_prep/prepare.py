@@ -77,6 +77,7 @@ class PreparedTenant:
     num_truncated: int = 0
     evaluation_path: Path | None = None
     num_evaluation_rows: int = 0
+    evaluation_sha256: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
@@ -127,6 +128,7 @@ def _prepare(request: PrepareRequest, encode: EncodeBatches) -> PreparedTenant:
         num_truncated=manifest.num_truncated,
         evaluation_path=entry.evaluation_path if manifest.num_evaluation_rows else None,
         num_evaluation_rows=manifest.num_evaluation_rows,
+        evaluation_sha256=manifest.sha256[entry.evaluation_path.name] if manifest.num_evaluation_rows else None,
     )
 
 

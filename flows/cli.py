@@ -50,13 +50,14 @@ def run(
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
     from flows.finetune import finetune
     from flows.temporary_server import prefect_server
+    from tasks.summary import is_success
 
     with prefect_server():
         summary = finetune(run=config, run_dir=folder, fresh=fresh)
     console.print(summary_table(summary))
     console.print(f"Run folder: {folder}")
     console.print(f"Compare in MLflow: mlflow ui --backend-store-uri {config.tracking.mlflow_uri}", soft_wrap=True)
-    if any(tenant["status"] != "finished" for tenant in summary["tenants"].values()):
+    if not all(is_success(tenant["status"]) for tenant in summary["tenants"].values()):
         raise typer.Exit(1)
 
 

@@ -1,7 +1,8 @@
 """The flow `compare`: the same tenants and sequences under several strategies, in one table.
 
 Each variant is an ordinary run of the flow `finetune` with a run folder of its own; what is finished there is not
-trained again, so that an interrupted comparison goes on. Comparisons register no adapters.
+trained again, so that an interrupted comparison goes on. Comparisons register no adapters and evaluate none, so that
+every variant trains all steps and its last adapters are compared.
 """
 
 from collections.abc import Iterator, Sequence
@@ -79,7 +80,12 @@ def train_variant(
     """Summary of the variant's run, trained now unless it was before. Raises InputError if another run lies there."""
     tracking = run.tracking.model_copy(update={"register_adapters": False, "parent_run_id": parent_run_id})
     own = run.model_copy(
-        update={"name": f"{run.name}-{variant.name}", "planner": variant.planner(run.planner), "tracking": tracking}
+        update={
+            "name": f"{run.name}-{variant.name}",
+            "tenants": tuple(tenant.model_copy(update={"evaluation": None}) for tenant in run.tenants),
+            "planner": variant.planner(run.planner),
+            "tracking": tracking,
+        }
     )
     run_folder = RunFolder(folder / variant.name)
     if fresh or not run_folder.is_finished:

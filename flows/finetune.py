@@ -18,6 +18,7 @@ import tasks.prepare
 import tasks.profile
 import tasks.publish
 import tasks.train
+from data_prep.prepare import PreparedTenant
 from flows.config import RunConfig, read_run_file
 from flows.preview import deployment_request, prepare_requests, stored_profile_path
 from flows.profile import profile_request
@@ -29,6 +30,7 @@ from tasks.disk import check_free_disk
 from tasks.publish import PublishRequest
 from tasks.run_folder import RunFolder, open_run_folder
 from tasks.tracking import RunIdentity, Tracker
+from training.config import TenantConfig
 from training.deployment import propose, split_outcomes
 from training.request import TrainingFiles, TrainingRequest
 
@@ -62,9 +64,10 @@ def finetune(run: RunConfig, run_dir: Path | None = None, fresh: bool = False) -
             cluster=run.cluster,
             planner=run.planner,
             training=run.training,
+            evaluation_paths=evaluation_paths(deployment.tenants, prepared),
         )
         with Tracker(run.tracking, identity(run, folder, phases)) as tracker:
-            result = tasks.train.train(request, tracker)
+            result = tasks.train.train(request, folder, tracker)
             left = PublishRequest(
                 strategy=run.planner.strategy,
                 base_model=run.base_model,
@@ -75,6 +78,13 @@ def finetune(run: RunConfig, run_dir: Path | None = None, fresh: bool = False) -
                 result=result,
             )
             return tasks.publish.publish(left, folder, tracker)
+
+
+def evaluation_paths(tenants: Sequence[TenantConfig], prepared: Sequence[PreparedTenant]) -> dict[str, Path]:
+    """The held-out rows of the tenants that are evaluated."""
+    held_out = {tenant.tenant: tenant.evaluation_path for tenant in prepared}
+    evaluated = [tenant.name for tenant in tenants if tenant.evaluation is not None]
+    return {name: path for name in evaluated if (path := held_out[name]) is not None}
 
 
 def resolved(run: RunConfig) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from planning.types import DeploymentPlan
 from tasks.comparison import LEGEND, adapters_line, cost_table, loss_table
 from tasks.disk import shown_bytes
 from tasks.gc import Removal
-from tasks.summary import shown
+from tasks.summary import shown, shown_evaluation
 from training.profile_store import read_report
 
 
@@ -78,12 +78,15 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         f"Plan {summary['plan']}: {summary['steps']} steps, {summary['gpu_seconds']:.1f} GPU seconds "
         f"(+ {summary['overhead_gpu_seconds']:.1f} overhead)"
     )
-    table = Table("tenant", "status", "loss", "tokens", "GPU seconds", Column("adapter", overflow="fold"), title=title)
+    is_evaluated = _is_evaluated(summary["tenants"])
+    headings = ("tenant", "status", "loss", *["evaluation"] * is_evaluated, "tokens", "GPU seconds")
+    table = Table(*headings, Column("adapter", overflow="fold"), title=title)
     for name, tenant in summary["tenants"].items():
         losses = f"{shown(tenant['first_loss'])} -> {shown(tenant['last_loss'])}"
         cost = f"{tenant['gpu_seconds']:.1f}"
         where = tenant["adapter_path"] or tenant["reason"]
-        table.add_row(name, tenant["status"], losses, str(tenant["tokens"]), cost, where)
+        evaluation = [shown_evaluation(tenant)] * is_evaluated
+        table.add_row(name, tenant["status"], losses, *evaluation, str(tenant["tokens"]), cost, where)
     return table
 
 
@@ -119,9 +122,20 @@ def status_tables(status: Mapping[str, Any]) -> list[Table | str]:
         + (f", about {left:.0f} s left" if left else "")
         + f"; {status['gpu_seconds']:.1f} GPU seconds (+ {status['overhead_gpu_seconds']:.1f} overhead)"
     )
-    table = Table("tenant", "status", "steps", "loss", "tokens", "GPU seconds")
+    is_evaluated = _is_evaluated(status["tenants"])
+    headings = ("tenant", "status", "steps", "loss", *["evaluation"] * is_evaluated, "tokens", "GPU seconds")
+    table = Table(*headings, Column("adapter", overflow="fold"))
     for name, tenant in status["tenants"].items():
         losses = f"{shown(tenant['first_loss'])} -> {shown(tenant['last_loss'])}"
         cost = f"{tenant['gpu_seconds']:.1f}"
-        table.add_row(name, tenant["status"], str(tenant["steps"]), losses, str(tenant["tokens"]), cost)
+        evaluation = [shown_evaluation(tenant)] * is_evaluated
+        where = tenant["adapter_path"] or "-"
+        table.add_row(
+            name, tenant["status"], str(tenant["steps"]), losses, *evaluation, str(tenant["tokens"]), cost, where
+        )
     return [headline, table]
+
+
+def _is_evaluated(tenants: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether a table of these tenants needs a column for their evaluations."""
+    return any(tenant.get("num_evaluations") for tenant in tenants.values())

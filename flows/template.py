@@ -17,6 +17,7 @@ tenants:
       # max_length: 4096             # longer rows are dropped and counted (overlong: drop | truncate | error)
       # max_drop_ratio: 0.05         # more over-long rows than this are an error
       # max_reject_ratio: 0.0        # more broken rows than this are an error
+      # evaluation_ratio: 0.05       # rows held out for evaluation, as part of all rows
     adapter:
       rank: 16
       alpha: 32
@@ -26,6 +27,11 @@ tenants:
     batch_size: 64                   # sequences per step
     epochs: 1                        # or steps: 500
     seed: 0
+    # evaluation:                    # loss and perplexity on the rows held out; needs dataset.evaluation_ratio
+    #   every: 50                    # steps between evaluations; the last step is evaluated too
+    #   patience: 3                  # stop early after so many without improvement; left out: never
+    #   min_delta: 0.01              # smallest decrease of the loss that is an improvement
+    #   publish: best                # best | last: the adapter of the lowest evaluation loss, or of the last step
   - name: maths
     dataset:
       path: data/maths.jsonl

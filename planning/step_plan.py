@@ -47,6 +47,12 @@ class StepPlan:
     waves: tuple[Wave, ...]
     supervised_tokens: dict[str, int]
 
+    def chunks_of(self, replica: int) -> tuple[Chunk, ...]:
+        """What a replica computes, in order."""
+        jobs = [job for wave in self.waves for job in wave.jobs]
+        members = [member for job in jobs for member in job.members if member.replica == replica]
+        return tuple(chunk for member in members for chunk in member.chunks)
+
     def to_json(self) -> str:
         """One line of JSON; a sequence is `[tenant, row, num_tokens]`."""
         waves = [

@@ -2,7 +2,8 @@
 
     token files   about the bytes of the data files (4 bytes per token, about 4 characters per token), 4 times those of
                   gzipped and Parquet files
-    checkpoints   (kept + the one being written) x 3 tensors (weight and two moments) x 4 bytes x adapter parameters
+    checkpoints   (kept + the one being written) x 3 tensors (weight, two moments; 4 where the best weight by evaluation
+                  loss is kept) x 4 bytes x adapter parameters
     adapters      4 bytes x adapter parameters
 
 Journals, logs and figures are small beside these and not counted.
@@ -10,11 +11,12 @@ Journals, logs and figures are small beside these and not counted.
 
 import shutil
 from collections.abc import Sequence
+from operator import mul
 from pathlib import Path
 
 from planning.errors import InputError
 from training.base_model import BaseModel
-from training.config import TenantConfig, TrainingConfig
+from training.config import Publish, TenantConfig, TrainingConfig
 
 BYTES_PER_VALUE = 4
 TENSORS_PER_PARAMETER = 3
@@ -30,9 +32,11 @@ def check_free_disk(
     tenants: Sequence[TenantConfig], base: BaseModel, training: TrainingConfig, cache_dir: Path, run_dir: Path
 ) -> None:
     """Raise DiskFullError unless token cache and run folder have room; a resumed run's own files count as room."""
-    num_parameters = sum(base.num_adapter_parameters(t.adapter.rank, t.adapter.target_modules) for t in tenants)
-    adapter_bytes = BYTES_PER_VALUE * num_parameters
-    checkpoint_bytes = (training.keep_checkpoints + 1) * TENSORS_PER_PARAMETER * adapter_bytes
+    num_parameters = [base.num_adapter_parameters(t.adapter.rank, t.adapter.target_modules) for t in tenants]
+    num_tensors = [TENSORS_PER_PARAMETER + _keeps_best(tenant) for tenant in tenants]
+    adapter_bytes = BYTES_PER_VALUE * sum(num_parameters)
+    one_checkpoint_bytes = BYTES_PER_VALUE * sum(map(mul, num_parameters, num_tensors))
+    checkpoint_bytes = (training.keep_checkpoints + 1) * one_checkpoint_bytes
     token_bytes = sum(_token_bytes(tenant.dataset.path) for tenant in tenants)
     run_bytes = max(0, checkpoint_bytes + adapter_bytes - folder_bytes(run_dir))
     needs = [
@@ -40,7 +44,7 @@ def check_free_disk(
         (
             run_dir,
             run_bytes,
-            f"{training.keep_checkpoints + 1} checkpoints of {shown_bytes(TENSORS_PER_PARAMETER * adapter_bytes)} and "
+            f"{training.keep_checkpoints + 1} checkpoints of {shown_bytes(one_checkpoint_bytes)} and "
             f"adapters of {shown_bytes(adapter_bytes)}",
         ),
     ]
@@ -57,6 +61,10 @@ def check_free_disk(
                 f"({'; '.join(what for _, _, what in parts)}), but {shown_bytes(free)} are free; free some with "
                 "`lobra gc`, lower training.keep_checkpoints, or choose another --run-dir or data.cache_dir"
             )
+
+
+def _keeps_best(tenant: TenantConfig) -> bool:
+    return tenant.evaluation is not None and tenant.evaluation.publish is Publish.BEST
 
 
 def _token_bytes(data: Path) -> int:

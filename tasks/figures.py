@@ -58,8 +58,11 @@ def plan_figure(plan: DeploymentPlan, path: Path) -> Figure:
     return save(figure, path)
 
 
-def loss_figure(records: Records, path: Path) -> Figure:
-    """Loss of every tenant over the steps; long runs are smoothed, with the single steps behind in a lighter tone."""
+def loss_figure(records: Records, path: Path, evaluations: Records = ()) -> Figure:
+    """Loss of every tenant over the steps; long runs are smoothed, with the single steps behind in a lighter tone.
+
+    Rings are evaluation losses, at the step that trains from the evaluated adapter.
+    """
     tenants = _tenants(records)
     colours, line_styles = tenant_colours(tenants), tenant_line_styles(tenants)
     figure = new_figure(8.5, 4.6, "Training loss by tenant")
@@ -75,6 +78,9 @@ def loss_figure(records: Records, path: Path) -> Figure:
         if len(steps):
             axes.plot(steps[-1:], losses[-1:], "o", color=colours[tenant], markersize=4.5)
             ends[tenant] = (float(steps[-1]), float(losses[-1]))
+        held_out = _series(evaluations, tenant, "loss")
+        if len(held_out[0]):
+            axes.plot(*held_out, "o", color=colours[tenant], markersize=5, fillstyle="none")
     whole_steps(axes)
     if len(ends) <= MAX_LABELLED_LINES:
         label_line_ends(axes, ends, colours)

@@ -14,6 +14,8 @@ from planning.errors import InputError
 from tasks.run_folder import RunFolder, read_json, write_json
 from training.deployment import split_outcomes
 
+Hashes = tuple[str, str | None]  # of the rows to train on, and of those held out
+
 
 @task(name="prepare", cache_policy=NO_CACHE)
 def prepare(
@@ -48,7 +50,11 @@ def describe(outcome: Outcome) -> str:
     """One line for a log."""
     if isinstance(outcome, TenantFailure):
         return outcome.reason
-    return f"{outcome.tenant}: {outcome.num_rows} rows, {outcome.num_tokens} tokens, {outcome.num_rejects} rejected"
+    held_out = f", {outcome.num_evaluation_rows} rows held out" if outcome.num_evaluation_rows else ""
+    return (
+        f"{outcome.tenant}: {outcome.num_rows} rows, {outcome.num_tokens} tokens, {outcome.num_rejects} rejected"
+        + held_out
+    )
 
 
 def length_table(histogram: pl.DataFrame) -> list[dict[str, object]]:
@@ -73,14 +79,18 @@ def _to_dict(outcome: Outcome) -> dict[str, object]:
     return outcome.to_dict()
 
 
-def _read_manifest(path: Path) -> dict[str, str | None]:
-    """Tenant -> SHA-256 of its token file, None for a tenant that failed."""
-    return {entry["tenant"]: entry.get("sha256") for entry in read_json(path)["tenants"]}
+def _read_manifest(path: Path) -> dict[str, Hashes | None]:
+    """Tenant -> SHA-256 of its token file and of its held-out rows, None for a tenant that failed."""
+    entries = read_json(path)["tenants"]
+    return {
+        entry["tenant"]: (entry["sha256"], entry.get("evaluation_sha256")) if "sha256" in entry else None
+        for entry in entries
+    }
 
 
-def _refuse_other_data(before: dict[str, str | None], outcomes: Sequence[Outcome]) -> None:
+def _refuse_other_data(before: dict[str, Hashes | None], outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
-        now = outcome.sha256 if isinstance(outcome, PreparedTenant) else None
+        now = (outcome.sha256, outcome.evaluation_sha256) if isinstance(outcome, PreparedTenant) else None
         if before.get(outcome.tenant) != now:
             raise InputError(
                 f"tenant {outcome.tenant!r}: its data or the tokenizer changed since this run started; put the "

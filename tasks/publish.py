@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ from prefect.artifacts import (
 )
 from prefect.cache_policies import NO_CACHE
 
-from data_prep.names import folder_name
 from data_prep.prepare import Outcome
 from planning.config import Strategy
 from planning.step_plan import StepPlan
 from planning.strategies import Phase
+from tasks.adapters import publish_staged, published_probe, stage_adapter
 from tasks.figures import balance_figure, gpu_seconds_figure, loss_figure, padding_figure, plan_figure
 from tasks.length_figure import histogram_figure
 from tasks.report import write_report
@@ -28,14 +28,11 @@ from tasks.run_page import figure_markdown
 from tasks.send import send_results
 from tasks.summary import FAILED, RunResults, TenantOutcome, result_rows, skipped, summarise, summary_markdown
 from tasks.tracking import Tracker
-from training.adapter_probe import probe_adapters, probe_item
-from training.base_model import read_base_model
-from training.checkpoint import adapter_file
+from training.adapter_probe import ProbeResult
 from training.config import BaseModelConfig, TenantConfig
 from training.deployment import split_outcomes
-from training.journal import effective_steps, read_journal
-from training.peft_export import ExportError, export_adapter
-from training.progress import TenantStatus
+from training.journal import effective_evaluations, effective_steps, read_journal
+from training.peft_export import ExportError
 from training.request import TrainingResult
 
 
@@ -56,7 +53,7 @@ class PublishRequest:
 def publish(request: PublishRequest, folder: RunFolder, tracker: Tracker) -> dict[str, Any]:
     """Export and probe the adapters, draw, log, and last write summary.json: a folder that has it is finished."""
     prepared, failures = split_outcomes(request.outcomes, allow_failures=True)
-    tenants = export_adapters(request, folder)
+    tenants = publish_adapters(request, folder)
     tenants |= {failure.tenant: skipped(failure.reason) for failure in failures}
     records = read_journal(folder.steps)
     summary = summarise(RunResults(request.strategy, request.phases, tuple(prepared), tenants, records))
@@ -90,7 +87,7 @@ def draw_figures(
         plan_figure(plan, figures / ("plan.png" if len(plans) == 1 else f"plan-{number}.png"))
     borders = phases[0].plan.bucket_uppers or last_borders(folder.step_plans)
     histogram_figure(histogram, borders if len(phases) == 1 else (), figures / "lengths.png")
-    loss_figure(steps, figures / "losses.png")
+    loss_figure(steps, figures / "losses.png", effective_evaluations(records))
     balance_figure(steps, figures / "balance.png")
     padding_figure(steps, figures / "padding.png")
     gpu_seconds_figure(steps, figures / "gpu_seconds.png")
@@ -104,30 +101,34 @@ def last_borders(step_plans: Path) -> list[int]:
     return sorted(length for length in padded if length is not None)
 
 
-def export_adapters(request: PublishRequest, folder: RunFolder) -> dict[str, TenantOutcome]:
-    """A PEFT folder for every tenant that was trained to its end; what fails its logits probe is taken away again."""
-    outcomes = {tenant.name: _export(tenant, request, folder) for tenant in request.tenants}
-    exported = [tenant for tenant in request.tenants if outcomes[tenant.name].adapter_path is not None]
-    num_layers = read_base_model(request.base_model).num_layers
-    items = []
-    for tenant in exported:
-        weights = adapter_file(request.result.checkpoint.folder, folder_name(tenant.name))
-        items.append(probe_item(folder.adapter(tenant.name), weights, tenant, num_layers))
-    for tenant, result in zip(exported, probe_adapters(request.base_model, items), strict=True):
-        if result.has_passed:
-            outcomes[tenant.name] = replace(outcomes[tenant.name], probe=result)
+def publish_adapters(request: PublishRequest, folder: RunFolder) -> dict[str, TenantOutcome]:
+    """A probed PEFT folder for every tenant that was trained to its end, unless it was published while others trained.
+
+    The outcome of every tenant; an adapter that fails its probe is taken away again.
+    """
+    checkpoint, outcomes, staged = request.result.checkpoint, {}, []
+    for tenant in request.tenants:
+        progress = request.result.tenants[tenant.name]
+        if not progress.status.is_success:
+            outcomes[tenant.name] = TenantOutcome(progress.status.value, None, progress.reason)
+        elif (probe := published_probe(tenant.name, checkpoint, folder)) is not None:
+            outcomes[tenant.name] = _published(tenant, request, folder, probe)
         else:
-            shutil.rmtree(folder.adapter(tenant.name))
-            outcomes[tenant.name] = TenantOutcome(FAILED, None, result.reason, result)
-    return outcomes
+            try:
+                staged.append(stage_adapter(tenant, checkpoint, request.base_model, folder))
+            except ExportError as error:
+                outcomes[tenant.name] = TenantOutcome(FAILED, None, str(error))
+    by_name = {tenant.name: tenant for tenant in request.tenants}
+    for name, result in publish_staged(staged, request.base_model, folder).items():
+        if result.has_passed:
+            outcomes[name] = _published(by_name[name], request, folder, result)
+        else:
+            outcomes[name] = TenantOutcome(FAILED, None, result.reason, result)
+    shutil.rmtree(folder.staging, ignore_errors=True)
+    return {tenant.name: outcomes[tenant.name] for tenant in request.tenants}
 
 
-def _export(tenant: TenantConfig, request: PublishRequest, folder: RunFolder) -> TenantOutcome:
+def _published(tenant: TenantConfig, request: PublishRequest, folder: RunFolder, probe: ProbeResult) -> TenantOutcome:
     progress = request.result.tenants[tenant.name]
-    if progress.status is not TenantStatus.FINISHED:
-        return TenantOutcome(progress.status.value, None, progress.reason)
-    try:
-        path = export_adapter(request.result.checkpoint, request.base_model, tenant, folder.adapter(tenant.name))
-    except ExportError as error:
-        return TenantOutcome(FAILED, None, str(error))
-    return TenantOutcome(progress.status.value, str(path))
+    path, step = str(folder.adapter(tenant.name)), progress.published_step(tenant.evaluation)
+    return TenantOutcome(progress.status.value, path, progress.reason, probe, step)

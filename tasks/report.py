@@ -15,7 +15,7 @@ from planning.phase_file import phases_from_dict
 from planning.strategies import Phase
 from tasks.figure_style import short_number
 from tasks.run_folder import RunFolder, read_json
-from tasks.summary import NUM_LOSS_STEPS, shown
+from tasks.summary import NUM_LOSS_STEPS, is_success, shown, shown_evaluation
 from training.journal import read_journal
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
@@ -38,7 +38,10 @@ FIGURES = {  # file name in the run's figures -> heading and caption, in the ord
         "All replicas wait for the slowest before the next step; the more even the rows, the less is paid for waiting.",
     ),
     "padding": ("Padding per step", "Padding tokens as a part of all computed tokens: they cost as much as real ones."),
-    "losses": ("Loss per tenant", "Mean loss of the supervised tokens of each step."),
+    "losses": (
+        "Loss per tenant",
+        "Mean loss of the supervised tokens of each step. Rings: loss on the rows held out for evaluation.",
+    ),
     "gpu_seconds": ("GPU seconds per tenant", "Each step's bill, divided by the work of each tenant's sequences."),
 }
 
@@ -59,7 +62,8 @@ def write_report(summary: Mapping[str, Any], folder: RunFolder) -> Path:
             run_dir=folder.path,
             summary=summary,
             tenants=tenants,
-            num_finished=sum(tenant["status"] == "finished" for tenant in tenants),
+            num_finished=sum(tenant["is_good"] for tenant in tenants),
+            is_evaluated=any(tenant["num_evaluations"] for tenant in tenants),
             num_tokens=sum(tenant["tokens"] for tenant in tenants),
             estimate=sum(tenant["estimate"] for tenant in tenants),
             figures=_figures(folder),
@@ -87,6 +91,8 @@ def _tenant(
     return {
         "name": name,
         **totals,
+        "is_good": is_success(totals["status"]),
+        "evaluation": shown_evaluation(totals),
         "estimate": per_step * totals["steps"],
         "share": totals["gpu_seconds"] / bill if bill else 0.0,
     }
@@ -102,13 +108,13 @@ def _figures(folder: RunFolder) -> list[dict[str, str]]:
 
 
 def _events(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Everything of the journal but the steps; of many checkpoints the last few."""
+    """Everything of the journal but steps and evaluations; of many checkpoints the last few."""
     kinds = [record["event"] for record in records]
     num_checkpoints = kinds.count("checkpoint")
     num_hidden = max(0, num_checkpoints - NUM_SHOWN_CHECKPOINTS)
     events, num_seen = [], 0
     for record in records:
-        if record["event"] == "step":
+        if record["event"] in ("step", "evaluation"):
             continue
         num_seen += record["event"] == "checkpoint"
         if record["event"] != "checkpoint" or num_seen > num_hidden:

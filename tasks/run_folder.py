@@ -81,6 +81,15 @@ class RunFolder:
     def summary(self) -> Path:
         return self.path / "summary.json"
 
+    @property
+    def staging(self) -> Path:
+        """Exported adapters that have not passed their probe yet."""
+        return self.path / "unprobed"
+
+    def publication(self, tenant: str) -> Path:
+        """What the probe found of a tenant's published adapter."""
+        return self.path / "published" / f"{folder_name(tenant)}.json"
+
     def adapter(self, tenant: str) -> Path:
         return self.path / "adapters" / folder_name(tenant)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from planning.errors import InputError
 from tasks.run_folder import RunFolder, read_json
-from tasks.summary import tenant_totals
+from tasks.summary import evaluation_totals, tenant_totals
 from training.checkpoint import CONTROLLER_STATE
 from training.journal import effective_steps, overhead_gpu_seconds, read_journal
 
@@ -28,7 +28,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     recent = steps[-NUM_RECENT_STEPS:]
     step_seconds = sum(step["measured_seconds"] for step in recent) / len(recent) if recent else None
     done = steps[-1]["step"] + 1 if steps else 0
-    total = max(num_steps.values(), default=None)
+    total = steps[-1].get("num_steps") if steps else max(num_steps.values(), default=None)
     checkpointed = _checkpointed_tenants(folder)
     return {
         "run_dir": str(run_dir),
@@ -44,7 +44,9 @@ def read_status(run_dir: Path) -> dict[str, Any]:
             name: {
                 "status": checkpointed.get(name, {}).get("status", "running"),
                 "num_steps": num_steps[name],
+                "adapter_path": str(folder.adapter(name)) if folder.publication(name).exists() else None,
                 **tenant_totals(steps, name),
+                **evaluation_totals(records, name),
             }
             for name in num_steps
         },

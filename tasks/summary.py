@@ -10,7 +10,7 @@ from planning.config import Strategy
 from planning.phase_file import describe
 from planning.strategies import Phase
 from training.adapter_probe import ProbeResult
-from training.journal import effective_steps, overhead_gpu_seconds
+from training.journal import effective_evaluations, effective_steps, overhead_gpu_seconds
 from training.progress import TenantStatus
 
 NUM_LOSS_STEPS = 5  # first_loss and last_loss are means over this many steps
@@ -20,16 +20,20 @@ FAILED = "failed"  # its adapter must not be published
 
 @dataclass(frozen=True, slots=True)
 class TenantOutcome:
-    """How one tenant ended: trained (with its adapter folder, which passed its probe) or not (with the reason)."""
+    """How one tenant ended: trained (with its adapter folder, which passed its probe) or not (with the reason).
+
+    `published_step` counts the tenant's own steps: its last one, or that of its lowest evaluation loss.
+    """
 
     status: str
     adapter_path: str | None = None
     reason: str = ""
     probe: ProbeResult | None = None
+    published_step: int | None = None
 
     @property
     def is_good(self) -> bool:
-        return self.status == TenantStatus.FINISHED
+        return is_success(self.status)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +74,10 @@ def summarise(results: RunResults) -> dict[str, Any]:
                 "probe": None
                 if outcome.probe is None
                 else {"effect": outcome.probe.effect, "error": outcome.probe.error},
+                "published_step": outcome.published_step,
                 "num_rejects": num_rejects.get(name, 0),
                 **tenant_totals(steps, name),
+                **evaluation_totals(results.records, name),
             }
             for name, outcome in results.outcomes.items()
         },
@@ -91,6 +97,26 @@ def tenant_totals(steps: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     }
 
 
+def evaluation_totals(records: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Evaluation losses of one tenant; nulls where there is none. Steps count the tenant's own."""
+    evaluations = [record["tenants"] for record in effective_evaluations(records)]
+    own = [tenants[name] for tenants in evaluations if name in tenants]
+    finite = [result for result in own if result["loss"] is not None]
+    best: dict[str, Any] = min(finite, key=lambda result: result["loss"], default={})
+    return {
+        "num_evaluations": len(own),
+        "last_evaluation_loss": own[-1]["loss"] if own else None,
+        "best_evaluation_loss": best.get("loss"),
+        "best_evaluation_step": best.get("tenant_step"),
+        "best_perplexity": best.get("perplexity"),
+    }
+
+
+def is_success(status: str) -> bool:
+    """Whether a tenant of this status was trained to its end, early or not, and has its adapter."""
+    return status in {known.value for known in TenantStatus if known.is_success}
+
+
 def padding_ratio(steps: Sequence[dict[str, Any]]) -> float | None:
     """Padding tokens / computed tokens of all steps together."""
     num_computed = sum(step["num_computed_tokens"] for step in steps)
@@ -106,6 +132,7 @@ def summary_markdown(summary: Mapping[str, Any]) -> str:
     """Adapters and their cost as a table."""
     rows = [
         f"| {name} | {tenant['status']} | {shown(tenant['first_loss'])} | {shown(tenant['last_loss'])} "
+        f"| {shown_evaluation(tenant)} "
         f"| {tenant['tokens']} | {tenant['gpu_seconds']:.1f} | {tenant['adapter_path'] or tenant['reason']} |"
         for name, tenant in summary["tenants"].items()
     ]
@@ -114,8 +141,8 @@ def summary_markdown(summary: Mapping[str, Any]) -> str:
             f"Plan **{summary['plan']}** on {summary['num_gpus']} GPUs: {summary['steps']} steps, "
             f"{summary['gpu_seconds']:.1f} GPU seconds and {summary['overhead_gpu_seconds']:.1f} of overhead.",
             "",
-            "| tenant | status | first loss | last loss | tokens | GPU seconds | adapter |",
-            "| --- | --- | --- | --- | --- | --- | --- |",
+            "| tenant | status | first loss | last loss | evaluation | tokens | GPU seconds | adapter |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |",
             *rows,
         ]
     )
@@ -123,13 +150,22 @@ def summary_markdown(summary: Mapping[str, Any]) -> str:
 
 def result_rows(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One row per tenant, for a table that can be sorted."""
-    keys = ("status", "steps", "tokens", "gpu_seconds", "first_loss", "last_loss", "num_rejects", "reason")
+    losses = ("first_loss", "last_loss", "best_evaluation_loss", "best_perplexity")
+    keys = ("status", "steps", "tokens", "gpu_seconds", *losses, "num_rejects", "reason")
     return [{"tenant": name, **{key: totals[key] for key in keys}} for name, totals in summary["tenants"].items()]
 
 
 def shown(loss: float | None) -> str:
     """A loss for a table."""
     return "-" if loss is None else f"{loss:.3f}"
+
+
+def shown_evaluation(tenant: Mapping[str, Any]) -> str:
+    """A tenant's lowest evaluation loss for a table, with its perplexity and the tenant's step; a dash without one."""
+    if tenant["best_evaluation_loss"] is None:
+        return "-"
+    perplexity = "" if tenant["best_perplexity"] is None else f" (perplexity {tenant['best_perplexity']:.4g})"
+    return f"{shown(tenant['best_evaluation_loss'])}{perplexity} at step {tenant['best_evaluation_step']}"
 
 
 def mean(values: Sequence[float]) -> float | None:

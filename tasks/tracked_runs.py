@@ -9,10 +9,11 @@ from typing import Self
 
 @dataclass(slots=True)
 class TrackedRun:
-    """An MLflow run and the last step whose metrics it has."""
+    """An MLflow run, the last step whose metrics it has, and the last evaluation (by the steps done before it)."""
 
     run_id: str
     last_step: int = -1
+    last_evaluation: int = -1
 
 
 @dataclass(slots=True)

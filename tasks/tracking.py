@@ -9,7 +9,7 @@ lost on the way). Only numbers, names and the files passed in reach MLflow, neve
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,21 @@ import polars as pl
 
 from tasks.mlflow_store import MAX_METRICS_PER_BATCH, STORE_ERRORS, MlflowStore, RunSpec, VersionSpec
 from tasks.registry import TRAINED_AT, model_name
+from tasks.summary import is_success
 from tasks.tracked_runs import TrackedRun, TrackedRuns
 from tasks.tracking_config import TrackingConfig
-from tasks.tracking_metrics import Point, joint_point, metric_part, point_batches, summary_metrics, tenant_point
-from training.journal import effective_steps, read_journal
+from tasks.tracking_metrics import (
+    Point,
+    joint_evaluation_point,
+    joint_point,
+    merged,
+    metric_part,
+    point_batches,
+    summary_metrics,
+    tenant_evaluation_point,
+    tenant_point,
+)
+from training.journal import effective_evaluations, effective_steps, read_journal
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +70,7 @@ class Tracker:
         self._is_open = False
         self._is_behind = True  # steps.jsonl may have steps that neither MLflow nor `_records` has
         self._records: dict[int, dict[str, Any]] = {}
+        self._evaluations: dict[int, dict[str, Any]] = {}
         self._waiting: list[Callable[[], None]] = []
         self._bad_tenants: set[str] = set()
         self._sent_at = time.monotonic()
@@ -95,19 +107,20 @@ class Tracker:
         return f"{server}/#/experiments/{self._store.experiment_id}/runs/{self.parent_run_id}"
 
     def log_step(self, record: dict[str, Any]) -> None:
-        """Take a record that steps.jsonl has already; events other than `step` are passed over."""
-        if record["event"] != "step":
+        """Take a record that steps.jsonl has already; events other than `step` and `evaluation` are passed over."""
+        if record["event"] not in ("step", "evaluation"):
             return
         if self._is_behind:
             self._records.clear()
-        self._records[record["step"]] = record
+            self._evaluations.clear()
+        (self._records if record["event"] == "step" else self._evaluations)[record["step"]] = record
         is_due = len(self._records) >= FLUSH_STEPS or time.monotonic() - self._sent_at >= FLUSH_SECONDS
         if (is_due or self._is_behind) and self._attempts.may_interrupt_training:
             self._send()
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """The numbers of summary.json as `summary/...`; a tenant that is not `finished` will end as FAILED."""
-        self._bad_tenants = {name for name, totals in summary["tenants"].items() if totals["status"] != "finished"}
+        """The numbers of summary.json as `summary/...`; a tenant that was not trained to its end will end as FAILED."""
+        self._bad_tenants = {name for name, totals in summary["tenants"].items() if not is_success(totals["status"])}
         self._send_item(partial(self._write_summary, summary))
 
     def log_histogram(self, histogram: pl.DataFrame) -> None:
@@ -181,20 +194,26 @@ class Tracker:
         self._is_open = True
 
     def _write_steps(self) -> None:
-        on_disk = effective_steps(read_journal(self._identity.run_dir / "steps.jsonl")) if self._is_behind else []
-        by_step = {record["step"]: record for record in on_disk} | self._records
-        records = [by_step[step] for step in sorted(by_step)]
-        self._write_points(self._run(None), [joint_point(record) for record in records])
+        on_disk = read_journal(self._identity.run_dir / "steps.jsonl") if self._is_behind else []
+        steps = merged(effective_steps(on_disk), self._records)
+        evaluations = merged(effective_evaluations(on_disk), self._evaluations)
+        self._write_points(self._run(None), map(joint_point, steps), map(joint_evaluation_point, evaluations))
         for tenant, run in self._runs.tenants.items():
-            own = [record for record in records if tenant in record["tenants"]]
-            self._write_points(run, [tenant_point(record, tenant) for record in own])
+            own = (tenant_point(record, tenant) for record in steps if tenant in record["tenants"])
+            held_out = (tenant_evaluation_point(each, tenant) for each in evaluations if tenant in each["tenants"])
+            self._write_points(run, own, held_out)
         self._records.clear()
+        self._evaluations.clear()
 
-    def _write_points(self, run: TrackedRun, points: Sequence[Point]) -> None:
-        new = [point for point in points if point.step > run.last_step]
-        for batch in point_batches(new, MAX_METRICS_PER_BATCH):
+    def _write_points(self, run: TrackedRun, steps: Iterable[Point], evaluations: Iterable[Point]) -> None:
+        """What MLflow lacks of both."""
+        for batch in point_batches([p for p in steps if p.step > run.last_step], MAX_METRICS_PER_BATCH):
             self._store.log_points(run.run_id, batch)
             run.last_step = batch[-1].step
+            self._runs.write(self._runs_path)
+        for batch in point_batches([p for p in evaluations if p.step > run.last_evaluation], MAX_METRICS_PER_BATCH):
+            self._store.log_points(run.run_id, batch)
+            run.last_evaluation = batch[-1].step
             self._runs.write(self._runs_path)
 
     def _write_summary(self, summary: Mapping[str, Any]) -> None:

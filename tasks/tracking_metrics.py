@@ -35,6 +35,28 @@ def tenant_point(record: Mapping[str, Any], tenant: str) -> Point:
     return Point(record["step"], record["time"], _tenant_metrics(record["tenants"][tenant]))
 
 
+def joint_evaluation_point(record: Mapping[str, Any]) -> Point:
+    """One evaluation of steps.jsonl, for the parent run; its step, the number of steps done, trains from there on."""
+    values = {}
+    for tenant, result in record["tenants"].items():
+        values[f"evaluation_loss/{metric_part(tenant)}"] = result["loss"]
+        values[f"evaluation_perplexity/{metric_part(tenant)}"] = result["perplexity"]
+    return Point(record["step"], record["time"], _present(values))
+
+
+def tenant_evaluation_point(record: Mapping[str, Any], tenant: str) -> Point:
+    """One tenant's part of an evaluation that it is in, for its child run."""
+    result = record["tenants"][tenant]
+    values = {"evaluation_loss": result["loss"], "evaluation_perplexity": result["perplexity"]}
+    return Point(record["step"], record["time"], _present(values))
+
+
+def merged(on_disk: Sequence[dict[str, Any]], in_memory: Mapping[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records in the order of their steps; where both have a step, the one in memory."""
+    by_step = {**{record["step"]: record for record in on_disk}, **in_memory}
+    return [by_step[step] for step in sorted(by_step)]
+
+
 def point_batches(points: Sequence[Point], max_metrics: int) -> Iterator[list[Point]]:
     """The points in order, whole, as few batches of at most `max_metrics` metrics; a larger point stands alone."""
     batch: list[Point] = []

@@ -14,6 +14,8 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tasks.early_publication import EarlyPublisher
+from tasks.run_folder import RunFolder
 from tasks.tracking import Tracker
 from training.controller import train as train_jointly
 from training.request import TrainingRequest, TrainingResult
@@ -25,19 +27,22 @@ Record = dict[str, Any]
 
 
 @task(name="train", cache_policy=NO_CACHE)
-def train(request: TrainingRequest, tracker: Tracker) -> TrainingResult:
-    """Joint training of all tenants, from the newest checkpoint if there is one."""
+def train(request: TrainingRequest, folder: RunFolder, tracker: Tracker) -> TrainingResult:
+    """Joint training of all tenants, from the newest checkpoint if there is one; who ends first is published then."""
     logger = get_run_logger()
-    with _progress() as advance:
+    publisher = EarlyPublisher(request.base_model, request.tenants, folder, logger.info)
+    with publisher, _progress() as advance:
 
         def observe(record: Record) -> None:
             if record["event"] == "step":
                 advance(record)
+            elif record["event"] == "evaluation":
+                logger.info("evaluation after step %s: %s", record["step"], _evaluations(record))
             else:
                 logger.info("%s at step %s", record["event"], record.get("step", "-"))
             tracker.log_step(record)
 
-        return train_jointly(request, observe)
+        return train_jointly(request, observe, publisher.take)
 
 
 @contextmanager
@@ -84,3 +89,12 @@ class _ProgressArtifact:
 def _losses(record: Record) -> str:
     known = {name: result["loss"] for name, result in record["tenants"].items() if result["loss"] is not None}
     return " ".join(f"{name} {loss:.3f}" for name, loss in known.items())
+
+
+def _evaluations(record: Record) -> str:
+    shown = []
+    for name, result in record["tenants"].items():
+        loss, perplexity = result["loss"], result["perplexity"]
+        text = "not finite" if loss is None else f"loss {loss:.4f}"
+        shown.append(f"{name} {text}" + ("" if perplexity is None else f", perplexity {perplexity:.4g}"))
+    return "; ".join(shown)

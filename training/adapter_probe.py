@@ -7,14 +7,17 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Event
 
 from training.base_model import module_name
 from training.config import BaseModelConfig, TenantConfig
 
 PROBE_SECONDS = 1800.0
+POLL_SECONDS = 0.25
 NUM_SHOWN_LINES = 3
 
 
@@ -50,30 +53,51 @@ def probe_item(exported: Path, weights: Path, tenant: TenantConfig, num_layers: 
     return ProbeItem(str(exported), str(weights), tenant.adapter.scale, targets)
 
 
-def probe_adapters(base_model: BaseModelConfig, items: Sequence[ProbeItem]) -> list[ProbeResult]:
-    """Results in the order of `items`. A probe that cannot run fails all of them, with the reason."""
+def probe_adapters(
+    base_model: BaseModelConfig, items: Sequence[ProbeItem], stop: Event | None = None
+) -> list[ProbeResult]:
+    """Results in the order of `items`. A probe that cannot run, or is ended by `stop`, fails all, with the reason."""
     if not items:
         return []
     request = {
         "base_model": str(base_model.path),
         "dtype": base_model.dtype.value,
         "items": [asdict(item) for item in items],
+        "parent_pid": os.getpid(),
     }
-    try:
-        ended = subprocess.run(
-            [sys.executable, "-m", "training.logits_probe"],
-            input=json.dumps(request),
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"},
-            capture_output=True,
-            text=True,
-            timeout=PROBE_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return [_not_run(f"it took longer than {PROBE_SECONDS:.0f} s")] * len(items)
-    if ended.returncode != 0:
-        last_lines = " | ".join(ended.stderr.strip().splitlines()[-NUM_SHOWN_LINES:])
-        return [_not_run(f"it ended with code {ended.returncode}: {last_lines}")] * len(items)
-    return [ProbeResult(**result) for result in json.loads(ended.stdout.strip().splitlines()[-1])]
+    with subprocess.Popen(
+        [sys.executable, "-m", "training.logits_probe"],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            output, errors = _answer(process, json.dumps(request), stop)
+        except TimeoutError as error:
+            return [_not_run(str(error))] * len(items)
+        finally:
+            process.kill()
+    if process.returncode != 0:
+        last_lines = " | ".join(errors.strip().splitlines()[-NUM_SHOWN_LINES:])
+        return [_not_run(f"it ended with code {process.returncode}: {last_lines}")] * len(items)
+    return [ProbeResult(**result) for result in json.loads(output.strip().splitlines()[-1])]
+
+
+def _answer(process: subprocess.Popen[str], request: str, stop: Event | None) -> tuple[str, str]:
+    """What the process writes until it ends. Raises TimeoutError when it takes too long, or when `stop` is set."""
+    deadline = time.monotonic() + PROBE_SECONDS
+    text: str | None = request
+    while True:
+        try:
+            return process.communicate(text, timeout=POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            text = None  # what was given is sent on; it must not be given twice
+            if stop is not None and stop.is_set():
+                raise TimeoutError("the run was stopped") from None
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"it took longer than {PROBE_SECONDS:.0f} s") from None
 
 
 def _not_run(why: str) -> ProbeResult:

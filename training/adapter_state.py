@@ -17,13 +17,13 @@ from torch import Tensor
 from data_prep.names import folder_name
 from training.adapters import Adapter, TensorKey, tensor_keys, tensor_place
 from training.base_model import BaseModel
-from training.checkpoint import CheckpointError, adapter_file, optimiser_file
+from training.checkpoint import CheckpointError, adapter_file, best_file, optimiser_file
 from training.config import TenantConfig
 from training.layout import Stage
 from training.optimiser import MOMENTS, TenantOptimiser
 
-KINDS = ("weight", *MOMENTS)
-Item = tuple[TensorKey, str]  # a tensor and which of KINDS
+WEIGHT, BEST = "weight", "best"
+Item = tuple[TensorKey, str]  # a tensor, and whether it is the weight, a moment, or the best weight
 Snapshot = dict[str, dict[Item, Tensor]]  # tenant -> what a rank owns of its adapter and moments
 
 
@@ -39,8 +39,10 @@ def _owned(optimiser: TenantOptimiser, stage: Stage) -> dict[Item, Tensor]:
     owned = {}
     for key, parameter in optimiser.adapter.parameters.items():
         if optimiser.adapter.place(key).is_split or stage.tp_rank == 0:
-            values = {"weight": parameter.detach(), **optimiser.moments(key)}
-            owned.update({(key, kind): values[kind].to("cpu", copy=True) for kind in KINDS})
+            values = {WEIGHT: parameter.detach(), **optimiser.moments(key)}
+            owned.update({(key, kind): value.to("cpu", copy=True) for kind, value in values.items()})
+            if optimiser.adapter.best:
+                owned[key, BEST] = optimiser.adapter.best[key]
     return owned
 
 
@@ -59,10 +61,11 @@ class CanonicalWriter:
             if tensors is None:
                 continue
             name = folder_name(tenant)
-            weights = {key.peft_name: tensor for (key, kind), tensor in tensors.items() if kind == "weight"}
-            moments = {f"{kind}.{key.peft_name}": tensor for (key, kind), tensor in tensors.items() if kind != "weight"}
-            save_file(weights, adapter_file(folder, name), metadata={"format": "pt"})
+            moments = {f"{kind}.{key.peft_name}": tensor for (key, kind), tensor in tensors.items() if kind in MOMENTS}
+            save_file(_of_kind(tensors, WEIGHT), adapter_file(folder, name), metadata={"format": "pt"})
             save_file(moments, optimiser_file(folder, name), metadata={"format": "pt"})
+            if best := _of_kind(tensors, BEST):
+                save_file(best, best_file(folder, name), metadata={"format": "pt"})
         return self.stage.rank == 0
 
     def collect(self, tenant: str, mine: dict[Item, Tensor]) -> dict[Item, Tensor] | None:
@@ -72,14 +75,15 @@ class CanonicalWriter:
                 dist.send(torch.cat([tensor.reshape(-1) for tensor in mine.values()]), 0, group=self.group)
             return None
         adapter = self.adapters[tenant]
+        kinds = tuple(dict.fromkeys(kind for _, kind in mine))  # the same on all ranks of replica 0
         shards: dict[Item, list[Tensor]] = {}
         for rank in self.stage.position.replica.ranks:  # tensor-parallel rank fastest, so shards arrive in order
-            owned = mine if rank == 0 else self._receive(adapter, rank)
+            owned = mine if rank == 0 else self._receive(adapter, rank, kinds)
             for item, tensor in owned.items():
                 shards.setdefault(item, []).append(tensor)
         return {(key, kind): adapter.place(key).to_canonical(parts) for (key, kind), parts in shards.items()}
 
-    def _receive(self, adapter: Adapter, rank: int) -> dict[Item, Tensor]:
+    def _receive(self, adapter: Adapter, rank: int, kinds: tuple[str, ...]) -> dict[Item, Tensor]:
         sender = self.stage.layout.position(rank)
         shapes = {}
         for key in tensor_keys(adapter.config, self.stage.layout.stage_layers(sender.replica, sender.pp_rank)):
@@ -87,13 +91,17 @@ class CanonicalWriter:
             if place.is_split or sender.tp_rank == 0:
                 rows, columns = place.stored_shape
                 local = (rows // sender.replica.config.tp, columns) if place.is_split else (rows, columns)
-                shapes.update({(key, kind): torch.Size(local) for kind in KINDS})
+                shapes.update({(key, kind): torch.Size(local) for kind in kinds})
         if not shapes:
             return {}
         flat = torch.empty(sum(shape.numel() for shape in shapes.values()))
         dist.recv(flat, rank, group=self.group)
         parts = flat.split([shape.numel() for shape in shapes.values()])
         return {item: part.view(shape) for (item, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def _of_kind(tensors: dict[Item, Tensor], wanted: str) -> dict[str, Tensor]:
+    return {key.peft_name: tensor for (key, kind), tensor in tensors.items() if kind == wanted}
 
 
 def load_tenant(checkpoint: Path, tenant: TenantConfig, num_updates: int, stage: Stage) -> TenantOptimiser:
@@ -112,6 +120,12 @@ def load_tenant(checkpoint: Path, tenant: TenantConfig, num_updates: int, stage:
                 place = adapter.place(key)
                 local = {kind: place.to_local(read(key), stage.tp, stage.tp_rank) for kind, read in readers.items()}
                 optimiser.restore(key, local, num_updates)
+    if stage.position.replica.index == 0 and best_file(checkpoint, name).exists():
+        with safe_open(best_file(checkpoint, name), framework="pt") as best:
+            read = _reader(best, tenant, stage.base, "")
+            adapter.best = {
+                key: adapter.place(key).to_local(read(key), stage.tp, stage.tp_rank) for key in adapter.parameters
+            }
     return optimiser
 
 

@@ -97,6 +97,7 @@ class Adapter:
         self.config = config
         self.stage = stage
         self.parameters: dict[TensorKey, nn.Parameter] = {}
+        self.best: dict[TensorKey, Tensor] = {}  # copies (CPU) at the lowest evaluation loss, where they are kept
         for key in tensor_keys(config, stage.layers):
             local = self.place(key).to_local(canonical(key), stage.tp, stage.tp_rank)
             self.parameters[key] = nn.Parameter(local.to(stage.device))
@@ -108,6 +109,10 @@ class Adapter:
 
     def place(self, key: TensorKey) -> TensorPlace:
         return tensor_place(self.stage.base, self.config, key)
+
+    def keep_best(self) -> None:
+        """Remember the tensors as they are now."""
+        self.best = {key: parameter.detach().to("cpu", copy=True) for key, parameter in self.parameters.items()}
 
     def clear_gradients(self) -> None:
         for parameter in self.parameters.values():

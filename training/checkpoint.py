@@ -3,6 +3,7 @@
     step-00000020/
       adapters/<tenant folder>.safetensors     canonical A and B, named as peft names them
       optimiser/<tenant folder>.safetensors    exp_avg.* and exp_avg_sq.* of the same names
+      best/<tenant folder>.safetensors         A and B of the lowest evaluation loss, of tenants that publish those
       controller.json                          step, and per tenant status and number of updates
       manifest.json                            SHA-256 of every other file
 
@@ -50,6 +51,16 @@ def optimiser_file(folder: Path, tenant_folder: str) -> Path:
     return folder / "optimiser" / f"{tenant_folder}.safetensors"
 
 
+def best_file(folder: Path, tenant_folder: str) -> Path:
+    return folder / "best" / f"{tenant_folder}.safetensors"
+
+
+def published_file(folder: Path, tenant_folder: str) -> Path:
+    """The adapter to publish: the best one where a best one is kept, else the last."""
+    best = best_file(folder, tenant_folder)
+    return best if best.exists() else adapter_file(folder, tenant_folder)
+
+
 class CheckpointStore:
     """The checkpoints of one run."""
 
@@ -65,7 +76,7 @@ class CheckpointStore:
         partial = self._folder(step).with_suffix(PARTIAL)
         try:
             shutil.rmtree(partial, ignore_errors=True)
-            for name in ("adapters", "optimiser"):
+            for name in ("adapters", "optimiser", "best"):
                 (partial / name).mkdir(parents=True)
         except OSError as error:
             raise CheckpointError(

@@ -1,12 +1,13 @@
 """Turns snapshots into checkpoints beside training, one at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from training.checkpoint import CheckpointStore
-from training.fleet import Fleet
+from training.checkpoint import Checkpoint, CheckpointStore
+from training.fleet import Fleet, FleetError
 from training.journal import Journal
 
 WRITE_SECONDS = 600.0
@@ -15,12 +16,16 @@ WRITE_SECONDS = 600.0
 class CheckpointWriter:
     """Use as a context manager. Errors of a checkpoint are raised at the next call: nothing is lost in silence.
 
-    `journals` are put on disk before a checkpoint that continues them.
+    `journals` are put on disk before a checkpoint that continues them. `written` is told of every checkpoint, in the
+    writing thread: no checkpoint is pruned before it returns.
     """
 
-    def __init__(self, store: CheckpointStore, journals: Sequence[Journal]) -> None:
+    def __init__(
+        self, store: CheckpointStore, journals: Sequence[Journal], written: Callable[[Checkpoint], None]
+    ) -> None:
         self._store = store
         self._journals = journals
+        self._written = written
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[Path] | None = None
         self.saved_step = -1  # the last step that a checkpoint was begun for
@@ -44,6 +49,11 @@ class CheckpointWriter:
         self._submit(fleet, partial, state, timeout_seconds)
         self.finish()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint begun now would wait for the one before."""
+        return self._pending is not None and not self._pending.done()
+
     def check(self) -> None:
         """Raise what a finished write has to say."""
         if self._pending is not None and self._pending.done():
@@ -55,6 +65,12 @@ class CheckpointWriter:
             pending, self._pending = self._pending, None
             pending.result()
 
+    def forget(self) -> None:
+        """Drop what a fleet that failed was writing: its failure is known, and its steps will be saved again."""
+        with suppress(FleetError):
+            self.finish()
+        self.saved_step = -1
+
     def _submit(self, fleet: Fleet, partial: Path, state: dict, timeout_seconds: float) -> None:
         self.saved_step = state["step"]
         self._pending = self._executor.submit(self._complete, fleet, partial, state, timeout_seconds)
@@ -63,7 +79,9 @@ class CheckpointWriter:
         fleet.finish_save(partial, timeout_seconds)
         for journal in self._journals:
             journal.sync()
-        return self._store.commit(partial, state)
+        folder = self._store.commit(partial, state)
+        self._written(Checkpoint(folder, state))
+        return folder
 
     def __enter__(self) -> "CheckpointWriter":
         return self

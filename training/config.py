@@ -72,6 +72,37 @@ class OptimiserConfig(Section):
     )
 
 
+class Publish(StrEnum):
+    """Which adapter of an evaluated tenant is published: that of its lowest evaluation loss, or of its last step."""
+
+    BEST = "best"
+    LAST = "last"
+
+
+class EvaluationConfig(Section):
+    """When a tenant is evaluated on the rows that `dataset.evaluation_ratio` holds out, and what follows from it.
+
+    An evaluation improves if its loss is lower by more than `min_delta` than at the last improvement.
+    """
+
+    every: Annotated[int, Field(gt=0, title="Steps between evaluations; the last step is evaluated too")]
+    patience: Annotated[
+        int | None, Field(gt=0, title="Stop early after so many evaluations without improvement; empty: never")
+    ] = None
+    min_delta: Annotated[
+        float, Field(ge=0, allow_inf_nan=False, title="Smallest decrease of the loss that is an improvement")
+    ] = 0.0
+    publish: Annotated[Publish, Field(title="Adapter to publish: the best by evaluation loss, or the last")] = (
+        Publish.BEST
+    )
+
+    @model_validator(mode="after")
+    def _min_delta_needs_patience(self) -> Self:
+        if self.min_delta and self.patience is None:
+            raise ValueError("min_delta has no effect without patience; give patience too, or leave min_delta out")
+        return self
+
+
 class TenantConfig(Section):
     """One fine-tuning task: data set, adapter, optimiser and how long it trains."""
 
@@ -83,6 +114,16 @@ class TenantConfig(Section):
     steps: Annotated[int | None, Field(gt=0, title="Steps; give steps or epochs")] = None
     epochs: Annotated[int | None, Field(gt=0, title="Passes over the data; give steps or epochs")] = None
     seed: Annotated[int, Field(ge=0, title="Seed of the sample order and of the initial adapter")] = 0
+    evaluation: Annotated[EvaluationConfig | None, Field(title="Evaluation while training; empty: none")] = None
+
+    @model_validator(mode="after")
+    def _evaluation_needs_rows(self) -> Self:
+        if self.evaluation is not None and self.dataset.evaluation_ratio == 0:
+            raise ValueError(
+                f"tenant {self.name!r}: evaluation needs rows that are held out; set dataset.evaluation_ratio, for "
+                "instance to 0.05, or remove evaluation"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:

@@ -4,9 +4,14 @@ It owns the run's progress and the journals; ranks own adapters and optimisers. 
 from the newest checkpoint, up to `max_restarts` times; steps are replayed as they were dispatched, so the adapters are
 those of the unbroken run. Phases (one for joint strategies) follow one another; the fleet is launched anew only where
 the layout changes.
+
+Between two steps, tenants that are due are evaluated; that may end them, so no step is published before. Which are due
+follows from the progress, so a resumed run evaluates first what an interrupted one still owed. Tenants that end while
+others go on are checkpointed at once, so that their adapters can be published.
 """
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -19,8 +24,9 @@ from training.checkpoint import Checkpoint, CheckpointStore
 from training.checkpoint_writer import CheckpointWriter
 from training.config import OnTenantError
 from training.control_file import cancelled_tenants
+from training.evaluation import evaluate, evaluation_results
 from training.fleet import Fleet, FleetError
-from training.fleet_spec import FleetSpec
+from training.fleet_spec import fleet_spec_for
 from training.journal import Journal, read_journal
 from training.ledger import Ledger, Observer
 from training.progress import RunProgress, TenantProgress, TenantStatus
@@ -40,15 +46,22 @@ class BudgetSpentError(LobraError):
     """The run reached `training.max_gpu_seconds`; everything done is checkpointed."""
 
 
-def train(request: TrainingRequest, observe: Observer = lambda _record: None) -> TrainingResult:
+def train(
+    request: TrainingRequest,
+    observe: Observer = lambda _record: None,
+    checkpointed: Callable[[Checkpoint], None] = lambda _checkpoint: None,
+) -> TrainingResult:
     """Train all tenants to their last step, from the newest checkpoint if there is one.
 
-    `observe` sees every record of steps.jsonl as it is written. Raises FleetError, CheckpointError, TenantFailedError
-    or BudgetSpentError; what was checkpointed stays, and calling again resumes. KeyboardInterrupt and Prefect's
-    termination signal checkpoint the last completed step, end the fleet and go on to the caller.
+    `observe` sees every record of steps.jsonl as it is written. `checkpointed` sees every whole checkpoint, in a thread
+    beside training; the checkpoint stays at least until it returns, and it must not raise.
+
+    Raises FleetError, CheckpointError, TenantFailedError or BudgetSpentError; what was checkpointed stays, and calling
+    again resumes. KeyboardInterrupt and Prefect's termination signal checkpoint the last completed step, end the fleet
+    and go on to the caller.
     """
     with ExitStack() as stack:
-        controller = _Controller(request, observe, stack)
+        controller = _Controller(request, observe, checkpointed, stack)
         try:
             return controller.run()
         except BaseException as error:
@@ -67,10 +80,17 @@ class _RunningStep:
 
 
 class _Controller:
-    def __init__(self, request: TrainingRequest, observe: Observer, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        request: TrainingRequest,
+        observe: Observer,
+        checkpointed: Callable[[Checkpoint], None],
+        stack: ExitStack,
+    ) -> None:
         files = request.files
         self.request = request
         self.token_files = {name: TokenFile(path) for name, path in request.token_paths.items()}
+        self.evaluation_files = {name: TokenFile(path) for name, path in request.evaluation_paths.items()}
         self.by_name = {tenant.name: tenant for tenant in request.tenants}
         self.replay = {record["step"]: record for record in read_journal(files.plans)}
         self.ledger = Ledger(files.steps, request.cluster.num_gpus, observe)
@@ -78,8 +98,11 @@ class _Controller:
         self.plans = stack.enter_context(Journal(files.plans))
         self.executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="step-planner"))
         self.store = CheckpointStore(files.checkpoints, request.training.keep_checkpoints)
-        self.writer = stack.enter_context(CheckpointWriter(self.store, (self.plans, self.ledger.journal)))
+        journals = (self.plans, self.ledger.journal)
+        self.writer = stack.enter_context(CheckpointWriter(self.store, journals, checkpointed))
         self._running: _RunningStep | None = None
+        self._is_evaluating = False
+        self._has_unsaved_end = False  # a tenant ended since the last checkpoint
         self.progress, self.checkpoint = self._restore()
 
     def run(self) -> TrainingResult:
@@ -87,7 +110,9 @@ class _Controller:
         num_restarts = num_launches = 0
         while self._enter_next_phase():
             num_launches += 1
-            fleet = Fleet(self._fleet_spec(), num_launches)
+            num_updates = {name: tenant.num_updates for name, tenant in self.progress.tenants.items()}
+            replicas = self._phase.plan.replicas
+            fleet = Fleet(fleet_spec_for(self.request, replicas, self.checkpoint, num_updates), num_launches)
             try:
                 self._live(fleet)
             except FleetError as error:
@@ -95,7 +120,8 @@ class _Controller:
                 if not fleet.is_ready or num_restarts > self.request.training.max_restarts:
                     raise
                 self.ledger.overhead("restart", self.progress.step, reason=str(error))
-                self._running = None
+                self._running, self._is_evaluating, self._has_unsaved_end = None, False, False
+                self.writer.forget()
             self.progress, self.checkpoint = self._restore()
         assert self.checkpoint is not None, "a run without a step was let through"
         return TrainingResult(self.checkpoint, self.progress.tenants)
@@ -122,13 +148,15 @@ class _Controller:
         plan = self._phase.plan
         by_config = {candidate.config: candidate for candidate in self.request.candidates}
         dispatcher = dispatcher_for(plan, by_config, self.request.planner)
-        planner = StepPlanner(plan, by_config, dispatcher, self.token_files)
+        planner = StepPlanner(plan, by_config, dispatcher, self.token_files, self.evaluation_files)
+        self._evaluate_due(fleet, planner)
         planned, wait_seconds = self._plan(planner, self.progress.step, self._active()), 0.0
         while planned is not None:
             planned, wait_seconds = self._train_step(fleet, planner, planned, wait_seconds)
             self.writer.check()
             self._check_budget(fleet)
-            if planned is not None and self.progress.step % self.request.training.save_every == 0:
+            is_periodic = planned is not None and self.progress.step % self.request.training.save_every == 0
+            if is_periodic or (self._has_unsaved_end and not self.writer.is_busy):
                 self._save(fleet)
 
     def _train_step(
@@ -140,13 +168,34 @@ class _Controller:
         fleet.begin_step(planned.plan)
         following = planned.plan.step + 1
         expected = self._active(following)
+        after = self.progress.after_step(dict.fromkeys(planned.tenants, False), 1)
+        if due := after.due(self.request.phases, self.by_name):
+            self.executor.submit(planner.plan_evaluation, due)  # made now, used after the step
         upcoming: Future[PlannedStep | None] = self.executor.submit(self._plan, planner, following, expected)
         self._complete_step(fleet.finish_step())
         start = time.perf_counter()
         upcoming_plan = upcoming.result()
-        if self._active() != expected:  # the report changed who trains: the plan made meanwhile is void
+        wait_seconds = time.perf_counter() - start
+        self._evaluate_due(fleet, planner)
+        start = time.perf_counter()
+        if self._active() != expected:  # report or evaluation changed who trains: the plan made meanwhile is void
             upcoming_plan = self._plan(planner, following, self._active())
-        return upcoming_plan, time.perf_counter() - start
+        return upcoming_plan, wait_seconds + time.perf_counter() - start
+
+    def _evaluate_due(self, fleet: Fleet, planner: StepPlanner) -> None:
+        """Evaluate the tenants that are due, keep the best adapters, and end tenants that stopped improving."""
+        due, before = self.progress.due(self.request.phases, self.by_name), self.progress
+        if not due:
+            return
+        self._is_evaluating = True
+        losses = evaluate(fleet, planner.plan_evaluation(due), before.step)
+        after = before.after_evaluation(losses, self.by_name)
+        if improved := [name for name in due if after.tenants[name].keeps_last(self.by_name[name].evaluation)]:
+            fleet.keep_best(improved)
+        self.progress, self._is_evaluating = after, False  # only now: what is kept is never older than what is said
+        results = evaluation_results(after, {name: planner.num_evaluation_tokens(name) for name in due})
+        self.ledger.overhead("evaluation", before.step, tenants=results)
+        self._record_ended_tenants(before)
 
     def _plan(self, planner: StepPlanner, step: int, names: tuple[str, ...]) -> PlannedStep | None:
         """The plan of a step for its active tenants; None when there are none. Dispatches on record are replayed."""
@@ -184,7 +233,9 @@ class _Controller:
         for name, tenant in self.progress.tenants.items():
             if tenant.status is before.tenants[name].status:
                 continue
-            self.ledger.record({"event": tenant.status.value, "step": self.progress.step, "tenant": name})
+            reason = {"reason": tenant.reason} if tenant.reason else {}
+            self.ledger.record({"event": tenant.status.value, "step": self.progress.step, "tenant": name, **reason})
+            self._has_unsaved_end |= tenant.status.is_success
             is_failure = tenant.status is TenantStatus.QUARANTINED
             if is_failure and self.request.training.on_tenant_error is OnTenantError.FAIL:
                 raise TenantFailedError(
@@ -206,17 +257,18 @@ class _Controller:
         """Begin a checkpoint of this step, unless there is one."""
         if self.writer.saved_step != self.progress.step:
             self.writer.begin(fleet, self.progress.to_dict())
+            self._has_unsaved_end = False
             self.ledger.overhead("checkpoint", self.progress.step)
 
     def _save_last_step(self, fleet: Fleet) -> None:
         """Checkpoint the last completed step of an interrupted run, in bounded time; the run ends either way."""
         with suppress(LobraError):
-            if self._running is not None:
-                reports = fleet.finish_step_within(ABANDON_SECONDS)
-                if reports is None:
-                    self.writer.abandon_step(fleet, self.progress.to_dict(), ABANDON_SAVE_SECONDS)
-                    return
+            reports = fleet.finish_step_within(ABANDON_SECONDS) if self._running is not None else None
+            if reports is not None:
                 self._complete_step(reports)
+            elif self._running is not None or self._is_evaluating:
+                self.writer.abandon_step(fleet, self.progress.to_dict(), ABANDON_SAVE_SECONDS)
+                return
             self._save(fleet)
             self.writer.finish()
 
@@ -230,7 +282,7 @@ class _Controller:
     def _enter_next_phase(self) -> bool:
         """Go to the first phase that has a step left; False when none has."""
         while self.progress.phase < len(self.request.phases):
-            if self._active():
+            if self._active() or self.progress.due(self.request.phases, self.by_name):
                 return True
             self.progress = replace(self.progress, phase=self.progress.phase + 1, phase_start=self.progress.step)
         return False
@@ -243,20 +295,5 @@ class _Controller:
             self.ledger.record({"event": "damaged_checkpoint", "folder": folder, "reason": reason})
         if checkpoint is not None:
             return RunProgress.from_dict(checkpoint.state), checkpoint
-        num_rows = {name: tokens.num_rows for name, tokens in self.token_files.items()}
-        tenants = {name: TenantProgress(tenant.num_steps(num_rows[name])) for name, tenant in self.by_name.items()}
-        return RunProgress(tenants), None
-
-    def _fleet_spec(self) -> FleetSpec:
-        request = self.request
-        return FleetSpec(
-            replicas=self._phase.plan.replicas,
-            base_model=request.base_model,
-            tenants=request.tenants,
-            token_paths=request.token_paths,
-            checkpoint=self.checkpoint.folder if self.checkpoint else None,
-            num_updates={name: tenant.num_updates for name, tenant in self.progress.tenants.items()},
-            backend=request.cluster.backend,
-            step_timeout_seconds=request.training.step_timeout_seconds,
-            log_dir=request.files.logs,
-        )
+        num_steps = {name: t.num_steps(self.token_files[name].num_rows) for name, t in self.by_name.items()}
+        return RunProgress({name: TenantProgress(num) for name, num in num_steps.items()}), None

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -115,6 +116,16 @@ class Fleet:
             return self._collect(self._number, timeout_seconds, "finish the step")
         except FleetTimeoutError:
             return None
+
+    def evaluate(self, plan: StepPlan) -> list[dict]:
+        """Forward only, over the tenants' evaluation rows; reports of all ranks, in rank order. Changes nothing."""
+        self._send({"kind": "evaluate", "plan": plan.to_json()})
+        return self._collect(self._number, self.spec.step_timeout_seconds, "evaluate")
+
+    def keep_best(self, tenants: Sequence[str]) -> None:
+        """Have replica 0 remember these tenants' adapters as they are now; checkpoints hold them from now on."""
+        self._send({"kind": "keep_best", "tenants": list(tenants)})
+        self._collect(self._number, self.spec.step_timeout_seconds, "keep the best adapters")
 
     def begin_save(self, folder: Path) -> None:
         """Have replica 0 snapshot the adapters now and write them below `folder` beside training."""

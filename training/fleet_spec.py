@@ -6,9 +6,13 @@ ranks of an earlier one can never answer.
 
 from pathlib import Path
 
+from pydantic import Field
+
 from planning.config import Backend, Section
 from planning.types import Replica
+from training.checkpoint import Checkpoint
 from training.config import BaseModelConfig, TenantConfig
+from training.request import TrainingRequest
 
 FAILURE_KEY = "failure"  # the first rank that failed says why
 DEATH_KEY = "death"  # the agent says which rank was killed: the cause of its peers' failures
@@ -23,6 +27,7 @@ READY = 0  # number of the first report, before any command
 class FleetSpec(Section):
     """Everything a rank needs to build its part of the fleet.
 
+    `evaluation_paths` are the token files of the held-out rows, of tenants that are evaluated.
     `checkpoint` is the folder to continue from, or None for the initial adapters; `num_updates` counts each tenant's
     optimiser updates so far.
     """
@@ -36,10 +41,32 @@ class FleetSpec(Section):
     backend: Backend
     step_timeout_seconds: float
     log_dir: Path
+    evaluation_paths: dict[str, Path] = Field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
         return sum(replica.config.num_gpus for replica in self.replicas)
+
+
+def fleet_spec_for(
+    request: TrainingRequest,
+    replicas: tuple[Replica, ...],
+    checkpoint: Checkpoint | None,
+    num_updates: dict[str, int],
+) -> FleetSpec:
+    """What the fleet of a training is told when it is launched on `replicas`."""
+    return FleetSpec(
+        replicas=replicas,
+        base_model=request.base_model,
+        tenants=request.tenants,
+        token_paths=request.token_paths,
+        evaluation_paths=request.evaluation_paths,
+        checkpoint=checkpoint.folder if checkpoint else None,
+        num_updates=num_updates,
+        backend=request.cluster.backend,
+        step_timeout_seconds=request.training.step_timeout_seconds,
+        log_dir=request.files.logs,
+    )
 
 
 def command_key(number: int) -> str:

@@ -52,6 +52,12 @@ def effective_steps(records: Iterable[dict]) -> list[dict]:
     return [last[step] for step in sorted(last)]
 
 
+def effective_evaluations(records: Iterable[dict]) -> list[dict]:
+    """The evaluation records that count, in the order of the steps that they follow: of each step the last one."""
+    last = {record["step"]: record for record in records if record["event"] == "evaluation"}
+    return [last[step] for step in sorted(last)]
+
+
 def overhead_gpu_seconds(records: Iterable[dict]) -> float:
     """GPU seconds of launches, checkpoints, stops and steps that were redone."""
     records = list(records)

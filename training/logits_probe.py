@@ -4,10 +4,12 @@ Two computations on the same frozen transformers model and the same tokens: peft
 y = W x + s B A x by forward hooks, with A and B from the checkpoint and s and the module names from the run. Their
 logits must agree, and differ from the base model's: keys or a scale that do not match leave a loader with the base
 model's output, or a distorted one, and no error. That transformers and the fleet agree is not probed here; tests hold
-it. Runs on the CPU: `python -m training.logits_probe`, a request as JSON on stdin, results as JSON on stdout.
+it. Runs on the CPU, behind everything else, for it may run while others train: `python -m training.logits_probe`, a
+request as JSON on stdin, results as JSON on stdout.
 """
 
 import json
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -23,8 +25,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from training.adapter_probe import ProbeItem, ProbeResult
+from training.parent_death import die_with_parent
 
 NUM_TOKENS = 32
+NICENESS = 10
 MAX_ERROR = 0.05  # of the adapter's effect: one wrong module of 200 is about 0.07, rounding 1e-4
 LOAD_ERRORS = (RuntimeError, ValueError, KeyError, OSError, SafetensorError)
 NO_EFFECT = "loaded with peft it leaves the base model's logits as they are: its keys do not match the model"
@@ -81,6 +85,8 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     request = json.load(sys.stdin)
+    die_with_parent(request["parent_pid"])
+    os.nice(NICENESS)
 
     def load_base() -> PreTrainedModel:
         dtype = getattr(torch, request["dtype"])

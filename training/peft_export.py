@@ -15,8 +15,10 @@ from safetensors.numpy import load_file
 from data_prep.files import sync_to_disk
 from data_prep.names import folder_name
 from planning.errors import LobraError
-from training.checkpoint import Checkpoint, adapter_file
+from training.checkpoint import Checkpoint, published_file
 from training.config import BaseModelConfig, TenantConfig
+
+WEIGHTS = "adapter_model.safetensors"
 
 
 class ExportError(LobraError):
@@ -28,7 +30,7 @@ def export_adapter(checkpoint: Checkpoint, base_model: BaseModelConfig, tenant: 
 
     Raises ExportError when the adapter has a non-finite value or never moved from its start (all B zero).
     """
-    source = adapter_file(checkpoint.folder, folder_name(tenant.name))
+    source = published_file(checkpoint.folder, folder_name(tenant.name))
     tensors = load_file(source)
     for name, tensor in tensors.items():
         if not np.isfinite(tensor).all():
@@ -38,7 +40,7 @@ def export_adapter(checkpoint: Checkpoint, base_model: BaseModelConfig, tenant: 
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    shutil.copyfile(source, partial / "adapter_model.safetensors")
+    shutil.copyfile(source, partial / WEIGHTS)
     (partial / "adapter_config.json").write_text(json.dumps(peft_config(base_model, tenant), indent=2, sort_keys=True))
     for path in (*partial.iterdir(), partial):
         sync_to_disk(path)

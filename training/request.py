@@ -1,6 +1,6 @@
 """What a joint training is asked for, and what it gives back. No torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from planning.config import ClusterConfig, PlannerConfig
@@ -35,6 +35,8 @@ class TrainingRequest:
     cluster: ClusterConfig
     planner: PlannerConfig
     training: TrainingConfig
+    evaluation_paths: dict[str, Path] = field(default_factory=dict)
+    """Token files of the held-out rows, of the tenants that have an `evaluation` section."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
-"""Plans one step: draws every active tenant's sequences, dispatches them, checks the plan. No torch, no state.
+"""Plans one step: draws every active tenant's sequences, dispatches them, checks the plan. No torch.
 
-The result depends on the step number and the active tenants alone, so a plan made again is the same plan.
+The result depends on the step number and the active tenants alone, so a plan made again is the same plan. An evaluation
+takes all held-out rows of its tenants, so its plans depend on the tenants only and are made once.
 """
 
 import time
@@ -13,6 +14,9 @@ from planning.dispatch import Dispatcher
 from planning.step_plan import StepPlan, check_plan, step_plan_from
 from planning.types import Candidate, DeploymentPlan, ParallelConfig, SequenceRef
 from training.config import TenantConfig
+
+EVALUATION_SEQUENCES = 1024  # of one evaluation plan at most, so that dispatching stays quick
+MAX_KEPT_EVALUATIONS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +54,15 @@ class StepPlanner:
         candidates: Mapping[ParallelConfig, Candidate],
         dispatcher: Dispatcher,
         token_files: Mapping[str, TokenFile],
+        evaluation_files: Mapping[str, TokenFile],
     ) -> None:
         self.plan = plan
         self.replicas = plan.replicas
         self.candidates = candidates
         self.dispatcher = dispatcher
         self.token_files = token_files
+        self.evaluation_files = evaluation_files
+        self._evaluations: dict[tuple[str, ...], tuple[StepPlan, ...]] = {}
 
     def plan_step(self, step: int, sample_step: int, tenants: Sequence[TenantConfig]) -> PlannedStep:
         """The plan of `step`, which is step `sample_step` of each of the active `tenants`.
@@ -74,3 +81,34 @@ class StepPlanner:
         milliseconds = (time.perf_counter() - start) * 1000
         check_plan(plan, sequences, self.replicas, self.candidates)
         return PlannedStep(plan, dispatch.lower_bound_seconds, milliseconds)
+
+    def plan_evaluation(self, tenants: tuple[str, ...]) -> tuple[StepPlan, ...]:
+        """Plans that together hold every evaluation row of `tenants` once; losses of all of them add up to the mean.
+
+        Raises PlanError if a sequence is lost or misplaced.
+        """
+        if tenants not in self._evaluations:
+            if len(self._evaluations) >= MAX_KEPT_EVALUATIONS:
+                self._evaluations.pop(next(iter(self._evaluations)))
+            self._evaluations[tenants] = self._evaluation_plans(tenants)
+        return self._evaluations[tenants]
+
+    def num_evaluation_tokens(self, tenant: str) -> int:
+        """Supervised tokens of a tenant's evaluation rows: the denominator of its evaluation loss."""
+        return int(self.evaluation_files[tenant].num_supervised_tokens.sum())
+
+    def _evaluation_plans(self, tenants: tuple[str, ...]) -> tuple[StepPlan, ...]:
+        sequences = [
+            SequenceRef(tenant, row, num_tokens)
+            for tenant in tenants
+            for row, num_tokens in enumerate(self.evaluation_files[tenant].num_tokens.tolist())
+        ]
+        supervised_tokens = {tenant: self.num_evaluation_tokens(tenant) for tenant in tenants}
+        num_plans = -(-len(sequences) // EVALUATION_SEQUENCES)
+        plans = []
+        for number in range(num_plans):
+            part = sequences[number::num_plans]  # in turn: every plan gets short and long ones for its replicas
+            plan = step_plan_from(0, self.dispatcher.dispatch(part), supervised_tokens)
+            check_plan(plan, part, self.replicas, self.candidates)
+            plans.append(plan)
+        return tuple(plans)

@@ -1,8 +1,9 @@
 """One rank of the fleet: builds its stage, then carries out the controller's commands in order.
 
-Commands are `train` (one step plan: forward, backward, sync, update, report), `save` (snapshot for a checkpoint, see
-`saving`), `profile` (time one probe) and `stop`. Every rank answers every command with one report. A rank that fails
-reports why and exits; the agent then ends the others.
+Commands are `train` (one step plan: forward, backward, sync, update, report), `evaluate` (one plan over held-out rows,
+forward only), `keep_best` (remember adapters as they are), `save` (snapshot for a checkpoint, see `saving`), `profile`
+(time one probe) and `stop`. Every rank answers every command with one report. A rank that fails reports why and exits;
+the agent then ends the others.
 """
 
 import contextlib
@@ -11,13 +12,14 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from data_prep.collate import collate
+from data_prep.collate import CollatedChunk, collate
 from data_prep.token_file import TokenFile
 from planning.config import Backend
 from planning.step_plan import StepPlan
@@ -55,21 +57,13 @@ class Worker:
         self.writer = CanonicalWriter(self.stage, adapters, dist.new_group(backend="gloo"))
         self.saver = BackgroundSaver(self.writer, self.snapshot, saver_store)
         self.token_files = {name: TokenFile(path) for name, path in spec.token_paths.items()}
+        self.evaluation_files = {name: TokenFile(path) for name, path in spec.evaluation_paths.items()}
 
     def train(self, plan: StepPlan) -> dict:
         """One step. The report: seconds of forward and backward, of sync and update (with waiting), losses, updates."""
         replica = self.stage.position.replica.index
-        chunks = [
-            chunk
-            for wave in plan.waves
-            for job in wave.jobs
-            for member in job.members
-            if member.replica == replica
-            for chunk in member.chunks
-        ]
-        loss_weights = {tenant: 1.0 / count for tenant, count in plan.supervised_tokens.items()}
         start = time.perf_counter()
-        losses = self.model.forward_backward([collate(chunk, self.token_files, loss_weights) for chunk in chunks])
+        losses = self.model.forward_backward(self._collated(plan, self.token_files))
         computed = time.perf_counter()
         tenants = sorted(plan.supervised_tokens)
         self.sync(tenants)
@@ -85,6 +79,26 @@ class Worker:
                 name: {"grad_norm": update.grad_norm, "skipped": update.skipped} for name, update in updates.items()
             },
         }
+
+    @torch.no_grad()
+    def evaluate(self, plan: StepPlan) -> dict:
+        """Weighted losses of the adapters as they are, on held-out rows. No gradient is computed, nothing changes."""
+        losses = self.model.forward_backward(self._collated(plan, self.evaluation_files), forward_only=True)
+        return {"losses": losses if self.stage.position.reports_loss else {}}
+
+    def keep_best(self, tenants: Sequence[str]) -> dict:
+        """Remember adapters as they are, on the ranks that write checkpoints."""
+        if self.stage.position.replica.index == 0:
+            with self.saver.lock:
+                for tenant in tenants:
+                    self.optimisers[tenant].adapter.keep_best()
+        return {}
+
+    def _collated(self, plan: StepPlan, token_files: Mapping[str, TokenFile]) -> list[CollatedChunk]:
+        """This replica's chunks of a plan."""
+        loss_weights = {tenant: 1.0 / count for tenant, count in plan.supervised_tokens.items()}
+        chunks = plan.chunks_of(self.stage.position.replica.index)
+        return [collate(chunk, token_files, loss_weights) for chunk in chunks]
 
     def snapshot(self) -> Snapshot:
         """Copies of what this rank owns."""
@@ -112,6 +126,10 @@ class Worker:
         match command["kind"]:
             case "train":
                 return self.train(StepPlan.from_json(command["plan"]))
+            case "evaluate":
+                return self.evaluate(StepPlan.from_json(command["plan"]))
+            case "keep_best":
+                return self.keep_best(command["tenants"])
             case "save":
                 return self.save(Path(command["folder"]))
             case "profile":

@@ -1,4 +1,5 @@
 import stat
+from dataclasses import replace
 
 import numpy as np
 import polars as pl
@@ -123,6 +124,18 @@ def test_the_histogram_counts_every_length_exactly_and_survives_the_file(tmp_pat
     for tenant, values in lengths.items():
         found, counts = workload_arrays(histogram.reverse(), tenant)
         assert list(zip(found, counts, strict=True)) == [(n, values.count(n)) for n in sorted(set(values))]
+
+
+def test_the_longest_row_held_out_is_in_the_histogram_once_where_no_row_to_train_on_is_as_long(tmp_path):
+    for name, lengths in {"train": [3, 5, 5], "longer": [4, 9, 9], "shorter": [4, 5]}.items():
+        write_token_file(tmp_path / f"{name}.arrow", [EncodedSequence(tuple(range(n)), ((1, 2),)) for n in lengths])
+    tenants = [
+        replace(prepared(name, tmp_path / "train.arrow"), evaluation_path=tmp_path / f"{name}.arrow")
+        for name in ("longer", "shorter")
+    ]
+    histogram = measure_lengths(tenants)
+    assert [array.tolist() for array in workload_arrays(histogram, "longer")] == [[3, 5, 9], [1, 2, 1]]
+    assert [array.tolist() for array in workload_arrays(histogram, "shorter")] == [[3, 5], [1, 2]]
 
 
 def test_a_histogram_that_cannot_be_read_or_lacks_the_tenant_is_an_input_error(tmp_path):

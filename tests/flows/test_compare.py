@@ -75,3 +75,15 @@ def test_every_strategy_padded_and_packed_gives_the_same_adapters(tiny_run, work
     assert comparison["adapters_within_tolerance"], comparison["adapters"]
     packed = [row for row in comparison["variants"] if row["variant"].endswith("packed")]
     assert {row["padding_ratio"] for row in packed} == {0.0}
+
+
+def test_a_comparison_evaluates_nobody_so_that_all_variants_train_all_steps(run_content: dict, workspace: Path) -> None:
+    for tenant in run_content["tenants"]:
+        tenant["dataset"]["evaluation_ratio"] = 0.4
+        tenant["evaluation"] = {"every": 1, "patience": 1, "min_delta": 100.0}  # on its own it would stop early
+    folder = workspace / "runs" / "tiny-compare"
+    run = RunConfig.model_validate(run_content)
+    comparison = compare(run=run, strategies=["lobra:packed", "task_fused:packed"], run_dir=folder)
+    assert [row["steps"] for row in comparison["variants"]] == [4, 4]
+    assert comparison["adapters_within_tolerance"]
+    assert {tenant["status"] for tenant in read_status(folder / "lobra-packed")["tenants"].values()} == {"finished"}

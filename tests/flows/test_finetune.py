@@ -112,7 +112,7 @@ def test_an_adapter_that_fails_its_probe_is_taken_away_and_not_registered(
             config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 1}))
         return folder
 
-    monkeypatch.setattr("tasks.publish.export_adapter", export_distorted)
+    monkeypatch.setattr("tasks.adapters.export_adapter", export_distorted)
     run, folder = tiny_run(), workspace / "runs" / "distorted"
     summary = finetune(run=run, run_dir=folder)
     assert summary["tenants"]["short"]["status"] == "finished"

@@ -53,6 +53,14 @@ def test_planted_faults_are_rejected(
         check_plan(plan, [A, B, C], two_replicas, small_candidates.by_config)
 
 
+def test_a_replica_finds_its_chunks_over_all_waves_in_order() -> None:
+    waves = (*GOOD.waves, Wave((Job((JobMember(1, (Chunk((A,), 8),)),)),)))
+    plan = replace(GOOD, waves=waves)
+    assert plan.chunks_of(0) == (Chunk((A, C), 8),)
+    assert plan.chunks_of(1) == (Chunk((B,), 6), Chunk((A,), 8))
+    assert plan.chunks_of(2) == ()
+
+
 def test_the_same_replica_may_work_in_two_waves(
     two_replicas: tuple[Replica, ...], small_candidates: Candidates
 ) -> None:

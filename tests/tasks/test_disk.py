@@ -8,7 +8,7 @@ import pytest
 
 from tasks.disk import DiskFullError, check_free_disk
 from training.base_model import BaseModel
-from training.config import AdapterConfig, TenantConfig, TrainingConfig
+from training.config import AdapterConfig, EvaluationConfig, TenantConfig, TrainingConfig
 
 # q_proj of 2 layers with rank 4: 2 x 4 x (16 + 16) = 256 parameters.
 ADAPTER_BYTES = 4 * 256
@@ -44,6 +44,20 @@ def test_token_files_checkpoints_and_adapters_must_fit(base, tenant, free, tmp_p
     free(NEEDED - 1)
     with pytest.raises(DiskFullError, match=r"needs about 0.0 MiB below .*3 checkpoints of .*lower training.keep_ch"):
         check_free_disk((tenant,), base, TrainingConfig(), tmp_path / "cache", tmp_path / "run")
+
+
+def test_a_tenant_whose_best_adapter_is_kept_needs_a_fourth_tensor_in_every_checkpoint(
+    base, tenant, tmp_path: Path, free
+) -> None:
+    held_out = tenant.dataset.model_copy(update={"evaluation_ratio": 0.1})
+    for publish, needed in (("last", NEEDED), ("best", NEEDED + (2 + 1) * ADAPTER_BYTES)):
+        update = {"dataset": held_out, "evaluation": EvaluationConfig(every=5, publish=publish)}
+        evaluated = tenant.model_copy(update=update)
+        free(needed)
+        check_free_disk([evaluated], base, TrainingConfig(), tmp_path / "cache", tmp_path / "run")
+        free(needed - 1)
+        with pytest.raises(DiskFullError):
+            check_free_disk([evaluated], base, TrainingConfig(), tmp_path / "cache", tmp_path / "run")
 
 
 def test_compressed_data_counts_four_times_and_a_missing_file_not_at_all(base, tenant, free, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ class Page(HTMLParser):
         self.references: list[str] = []
         self.rows: list[list[str]] = []
         self._in_cell = False
+        self.text = text
         self.feed(text)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
@@ -54,7 +55,6 @@ class Page(HTMLParser):
 @pytest.fixture
 def page(step_record, journal, tmp_path: Path) -> Page:
     """The report of a run that lost a rank, left one tenant out and quarantined another."""
-    folder = RunFolder(tmp_path / "run")
     launch = {"event": "launch", "step": 0, "time": 1.7e9, "overhead_gpu_seconds": 4.0}
     checkpoints = [
         {"event": "checkpoint", "step": step, "time": 1.7e9, "folder": f"step-{step}", "overhead_gpu_seconds": 0.5}
@@ -68,6 +68,17 @@ def page(step_record, journal, tmp_path: Path) -> Page:
         launch,
         *checkpoints,
     )
+    outcomes = {
+        "chat": TenantOutcome("finished", "run/adapters/chat", "", ProbeResult(0.1, 2e-7)),
+        EVIL: TenantOutcome("quarantined", None, "3 non-finite updates in a row"),
+        "left": skipped("tenant 'left': no row is left"),
+    }
+    return written_page(records, outcomes, tmp_path)
+
+
+def written_page(records: list[dict], outcomes: dict[str, TenantOutcome], tmp_path: Path) -> Page:
+    """The report of a run with this journal in which the tenants ended so."""
+    folder = RunFolder(tmp_path / "run")
     plan = DeploymentPlan(
         groups=(ReplicaGroup(ParallelConfig(1, 1), 2),),
         num_gpus=2,
@@ -79,11 +90,6 @@ def page(step_record, journal, tmp_path: Path) -> Page:
         alternatives=(),
     )
     phases = (Phase(("chat", EVIL), plan),)
-    outcomes = {
-        "chat": TenantOutcome("finished", "run/adapters/chat", "", ProbeResult(0.1, 2e-7)),
-        EVIL: TenantOutcome("quarantined", None, "3 non-finite updates in a row"),
-        "left": skipped("tenant 'left': no row is left"),
-    }
     data = [
         {"tenant": "chat", "num_rows": 90, "num_tokens": 4000, "num_rejects": 10, "reject_reasons": {"empty": 10}},
         {"tenant": "left", "failure": "tenant 'left': no row is left"},
@@ -102,6 +108,24 @@ def test_every_tenant_has_its_estimate_beside_its_bill_and_bad_ones_their_reason
     assert page.row("left")[1] == "skipped"
     assert ["", "3 non-finite updates in a row"] in page.rows
     assert page.row("all")[5:7] == ["7.2", "12"]
+
+
+def test_a_tenant_that_stopped_early_counts_as_finished_and_shows_its_lowest_evaluation_loss(
+    step_record, journal, tmp_path: Path
+) -> None:
+    def evaluation(step: int, loss: float | None) -> dict:
+        result = {"loss": loss, "perplexity": loss and 10.0, "num_supervised_tokens": 9, "tenant_step": step}
+        return {"event": "evaluation", "step": step, "time": 1.7e9, "tenants": {"chat": result}}
+
+    steps = [step_record(step, tenants=("chat",)) for step in range(3)]
+    evaluations = [evaluation(step, loss) for step, loss in ((1, 2.5), (2, 2.25), (3, None))]
+    records = [record for pair in zip(steps, evaluations, strict=True) for record in pair]
+    outcome = TenantOutcome("stopped_early", "run/adapters/chat", "no better", ProbeResult(0.1, 2e-7), 2)
+    page = written_page(journal(*records), {"chat": outcome}, tmp_path)
+    row = page.row("chat")
+    assert (row[1], row[5]) == ("stopped early", "2.250 (perplexity 10) at step 2")
+    assert ["", "no better"] in page.rows
+    assert "1 of 1" in page.text
 
 
 def test_rejects_pruned_configurations_and_events_are_listed(page: Page) -> None:

@@ -1,4 +1,5 @@
 import logging
+import math
 import os
 import socket
 import subprocess
@@ -85,6 +86,37 @@ def test_a_resumed_run_continues_the_same_mlflow_runs_without_doubled_points(
     assert [step for step, _ in points("code", "loss")] == list(range(8))
 
 
+def evaluation(step: int, **losses: float) -> dict:
+    results = {
+        name: {"loss": loss, "perplexity": math.exp(loss), "num_supervised_tokens": 9, "tenant_step": step}
+        for name, loss in losses.items()
+    }
+    return {"event": "evaluation", "step": step, "time": 1.7e9 + step, "tenants": results, "overhead_gpu_seconds": 0.1}
+
+
+def test_evaluations_go_to_parent_and_child_and_a_resumed_run_doubles_none(
+    config, identity, journal, step_record, points
+):
+    first = (step_record(0), step_record(1), evaluation(2, chat=3.0, code=4.0))
+    track(config, identity, journal(*first))
+    redone = (step_record(1), evaluation(2, chat=3.0, code=4.0), step_record(2), evaluation(3, chat=2.5))
+    track(config, identity, journal(*redone))
+
+    assert points("chat", "evaluation_loss") == points("nightly", "evaluation_loss/chat") == [(2, 3.0), (3, 2.5)]
+    assert points("code", "evaluation_perplexity") == [(2, math.exp(4.0))]
+    assert [step for step, _ in points("chat", "loss")] == [0, 1, 2]
+
+
+def test_evaluations_that_a_killed_run_never_sent_are_read_from_steps_jsonl(
+    config, identity, journal, step_record, points
+):
+    journal(step_record(0), evaluation(1, chat=9.0), step_record(0), evaluation(1, chat=1.5))
+
+    track(config, identity, [])
+
+    assert points("chat", "evaluation_loss") == [(1, 1.5)]
+
+
 def test_steps_that_a_killed_run_never_sent_are_read_from_steps_jsonl(config, identity, journal, step_record, points):
     journal(step_record(0), {"event": "checkpoint", "step": 1}, step_record(1, loss=9.0), step_record(1, loss=1.5))
 
@@ -160,8 +192,9 @@ def test_the_runs_end_as_the_training_ended(config, identity, all_runs, error, s
     assert {run.info.status for run in all_runs().values()} == {status}
 
 
-def test_the_summary_becomes_totals_and_marks_a_quarantined_tenant_as_failed(config, identity, all_runs):
-    chat = {"status": "finished", "tokens": 40, "gpu_seconds": 3.0, "first_loss": 2.0, "last_loss": 1.0, "reason": ""}
+@pytest.mark.parametrize("success", ["finished", "stopped_early"])
+def test_the_summary_becomes_totals_and_marks_a_quarantined_tenant_as_failed(success, config, identity, all_runs):
+    chat = {"status": success, "tokens": 40, "gpu_seconds": 3.0, "first_loss": 2.0, "last_loss": 1.0, "reason": ""}
     code = chat | {"status": "quarantined", "last_loss": None, "reason": "3 non-finite updates in a row"}
     summary = {"schema_version": 1, "plan": "<1,1>x2", "gpu_seconds": 6.0, "overhead_gpu_seconds": 1.5, "gap": 0.05}
     with Tracker(config, identity) as tracker:

@@ -234,10 +234,7 @@ def test_gradients_on_unequal_replicas_equal_peft(architecture, base_model_folde
 def gradients_of(worker: Worker, values: dict[str, dict], plan: StepPlan) -> dict:
     """Local gradients after the sync, {(tenant, key): array}, from given start values."""
     stage = worker.stage
-    with torch.no_grad():
-        for name, optimiser in worker.optimisers.items():
-            for key, parameter in optimiser.adapter.parameters.items():
-                parameter.copy_(optimiser.adapter.place(key).to_local(values[name][key], stage.tp, stage.tp_rank))
+    set_adapters(worker, values)
     weights = {name: 1 / count for name, count in plan.supervised_tokens.items()}
     chunks = [
         c
@@ -313,6 +310,34 @@ def test_adapters_after_ten_joint_steps_equal_peft_alone(
         assert [steps[step] for step in sorted(steps)] == pytest.approx(wanted[t.name]["losses"], rel=1e-5)
 
 
+def test_evaluation_loss_on_unequal_replicas_equals_peft_and_changes_nothing(
+    base_model_folder, token_paths, run_ranks
+) -> None:
+    folder = base_model_folder("llama")
+    spec = fleet_spec(folder, token_paths, UNEQUAL).model_copy(update={"evaluation_paths": token_paths})
+    plans = [step_plans(token_paths, len(UNEQUAL), 2, batching)[1] for batching in Batching]
+    values = {t.name: start_values(folder, t, 0.05) for t in TENANTS}
+
+    def on_rank(rank: int) -> list[dict]:
+        worker = make_worker(spec, rank)
+        set_adapters(worker, values)
+        before = local_state(worker)
+        losses = [worker.evaluate(plan)["losses"] for plan in plans]
+        assert all(np.array_equal(before[item], value) for item, value in local_state(worker).items())
+        for optimiser in worker.optimisers.values():
+            assert not optimiser.adamw.state
+            assert all(parameter.grad is None for parameter in optimiser.adapter.parameters.values())
+        return losses
+
+    def oracle(_: int) -> dict:
+        return {t.name: peft_alone(folder, t, token_paths[t.name], plans[:1], 0.05, 1)["losses"][0] for t in TENANTS}
+
+    ranks, wanted = run_ranks(spec.world_size, on_rank), run_ranks(1, oracle)[0]
+    for number in range(len(plans)):
+        losses = {name: sum(rank[number].get(name, 0.0) for rank in ranks) for name in wanted}
+        assert losses == pytest.approx(wanted, rel=1e-5)
+
+
 def test_one_tenants_nan_changes_nothing_for_the_others(base_model_folder, token_paths, run_ranks) -> None:
     folder = base_model_folder("llama")
     spec = fleet_spec(folder, token_paths, ((2, 1), (1, 2)))
@@ -339,6 +364,15 @@ def test_one_tenants_nan_changes_nothing_for_the_others(base_model_folder, token
         for (name, key), value in good["adapters"].items():
             if name != "bert":
                 assert np.array_equal(bad["adapters"][name, key], value), (name, key)
+
+
+def set_adapters(worker: Worker, values: dict[str, dict]) -> None:
+    """Give every adapter the rank's part of these canonical tensors."""
+    stage = worker.stage
+    with torch.no_grad():
+        for name, optimiser in worker.optimisers.items():
+            for key, parameter in optimiser.adapter.parameters.items():
+                parameter.copy_(optimiser.adapter.place(key).to_local(values[name][key], stage.tp, stage.tp_rank))
 
 
 def make_worker(spec: FleetSpec, rank: int) -> Worker:
