@@ -165,6 +165,11 @@ def module_name(layer: int, target: str) -> str:
     return f"model.layers.{layer}.{block}.{target}"
 
 
+def peft_name(layer: int, target: str, matrix: str) -> str:
+    """Name of an adapter's matrix ("A" or "B") in an adapter_model.safetensors that peft loads."""
+    return f"base_model.model.{module_name(layer, target)}.lora_{matrix}.weight"
+
+
 def read_base_model(config: BaseModelConfig) -> BaseModel:
     """Read and judge config.json. Raises BaseModelError when the folder or the architecture cannot be trained."""
     folder = config.path

@@ -28,6 +28,14 @@ class OnTenantError(StrEnum):
     SKIP = "skip"
 
 
+class Schedule(StrEnum):
+    """How the learning rate goes on after warm-up: it stays, or falls to zero at the tenant's last step."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
 class BaseModelConfig(Section):
     """The frozen model: a local Hugging Face folder with config.json, safetensors and tokenizer."""
 
@@ -41,6 +49,7 @@ class AdapterConfig(Section):
     rank: Annotated[int, Field(gt=0, title="Rank")]
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False, title="Alpha; the update is scaled by alpha / rank")]
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    initial_adapter: Annotated[Path | None, Field(title="PEFT folder to continue from; empty: a new adapter")] = None
 
     @field_validator("target_modules")
     @classmethod
@@ -63,6 +72,8 @@ class OptimiserConfig(Section):
     """AdamW of one tenant. Its step count advances only when the tenant is in a step."""
 
     learning_rate: Annotated[float, Field(gt=0, le=10, title="Learning rate")] = 2e-4
+    schedule: Annotated[Schedule, Field(title="Course of the learning rate after warm-up")] = Schedule.CONSTANT
+    warmup_steps: Annotated[int, Field(ge=0, title="Steps over which the learning rate rises from zero")] = 0
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -88,6 +99,11 @@ class TenantConfig(Section):
     def _one_length(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give either steps or epochs")
+        if self.steps is not None and self.optimiser.warmup_steps >= self.steps:
+            raise ValueError(
+                f"optimiser.warmup_steps is {self.optimiser.warmup_steps}, but there are {self.steps} steps; "
+                "lower it below that"
+            )
         return self
 
     def num_steps(self, num_rows: int) -> int:

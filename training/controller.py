@@ -25,6 +25,7 @@ from training.journal import Journal, read_journal
 from training.ledger import Ledger, Observer
 from training.progress import RunProgress, TenantProgress, TenantStatus
 from training.request import TrainingRequest, TrainingResult
+from training.schedule import learning_rate
 from training.step_planner import PlannedStep, StepPlanner
 from training.step_record import step_record
 
@@ -137,7 +138,7 @@ class _Controller:
         """Train one step; returns the next step's plan, made meanwhile, and how long the fleet waited for it."""
         self._journal_plan(planned)
         self._running = _RunningStep(planner, planned, wait_seconds)
-        fleet.begin_step(planned.plan)
+        fleet.begin_step(planned.plan, self._learning_rates(planned))
         following = planned.plan.step + 1
         expected = self._active(following)
         upcoming: Future[PlannedStep | None] = self.executor.submit(self._plan, planner, following, expected)
@@ -157,6 +158,13 @@ class _Controller:
             if journalled.tenants == set(names):
                 return journalled
         return planner.plan_step(step, step - self.progress.phase_start, [self.by_name[name] for name in names])
+
+    def _learning_rates(self, planned: PlannedStep) -> dict[str, float]:
+        progress = {name: self.progress.tenants[name] for name in planned.tenants}
+        return {
+            name: learning_rate(self.by_name[name].optimiser, tenant.num_done, tenant.num_steps)
+            for name, tenant in progress.items()
+        }
 
     def _journal_plan(self, planned: PlannedStep) -> None:
         step, record = planned.plan.step, planned.to_record()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -99,9 +100,9 @@ class Fleet:
         self._collect(READY, timeout_seconds, "get ready")
         self.is_ready = True
 
-    def begin_step(self, plan: StepPlan) -> None:
-        """Publish one step plan; the ranks start at once."""
-        self._send({"kind": "train", "plan": plan.to_json()})
+    def begin_step(self, plan: StepPlan, learning_rates: Mapping[str, float]) -> None:
+        """Publish one step plan and the learning rate of every tenant in it; the ranks start at once."""
+        self._send({"kind": "train", "plan": plan.to_json(), "learning_rates": dict(learning_rates)})
 
     def finish_step(self) -> list[dict]:
         """Reports of all ranks on the step last begun, in rank order."""

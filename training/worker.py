@@ -1,8 +1,8 @@
 """One rank of the fleet: builds its stage, then carries out the controller's commands in order.
 
-Commands are `train` (one step plan: forward, backward, sync, update, report), `save` (snapshot for a checkpoint, see
-`saving`), `profile` (time one probe) and `stop`. Every rank answers every command with one report. A rank that fails
-reports why and exits; the agent then ends the others.
+Commands are `train` (one step plan and its learning rates: forward, backward, sync, update, report), `save` (snapshot
+for a checkpoint, see `saving`), `profile` (time one probe) and `stop`. Every rank answers every command with one
+report. A rank that fails reports why and exits; the agent then ends the others.
 """
 
 import contextlib
@@ -11,6 +11,8 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -56,7 +58,7 @@ class Worker:
         self.saver = BackgroundSaver(self.writer, self.snapshot, saver_store)
         self.token_files = {name: TokenFile(path) for name, path in spec.token_paths.items()}
 
-    def train(self, plan: StepPlan) -> dict:
+    def train(self, plan: StepPlan, learning_rates: Mapping[str, float]) -> dict:
         """One step. The report: busy seconds of forward and backward, weighted losses, and (rank 0) the updates."""
         replica = self.stage.position.replica.index
         chunks = [
@@ -74,15 +76,13 @@ class Worker:
         tenants = sorted(plan.supervised_tokens)
         self.sync(tenants)
         with self.saver.lock:
-            updates = self.optimiser.step(tenants)
+            updates = self.optimiser.step(learning_rates)
             self.saver.completed_steps += 1
         return {
             "replica": replica,
             "busy_seconds": busy_seconds,
             "losses": losses if self.stage.position.reports_loss else {},
-            "updates": {
-                name: {"grad_norm": update.grad_norm, "skipped": update.skipped} for name, update in updates.items()
-            },
+            "updates": {name: asdict(update) for name, update in updates.items()},
         }
 
     def snapshot(self) -> Snapshot:
@@ -110,7 +110,7 @@ class Worker:
     def _carry_out(self, command: dict) -> dict:
         match command["kind"]:
             case "train":
-                return self.train(StepPlan.from_json(command["plan"]))
+                return self.train(StepPlan.from_json(command["plan"]), command["learning_rates"])
             case "save":
                 return self.save(Path(command["folder"]))
             case "profile":
