@@ -12,6 +12,7 @@ from planning.config import Section
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
 ALL_TARGETS = ATTENTION_TARGETS + MLP_TARGETS
+EMBEDDINGS = ("lm_head", "embed_tokens")
 
 
 class DType(StrEnum):
@@ -54,6 +55,12 @@ class AdapterConfig(Section):
     @field_validator("target_modules")
     @classmethod
     def _known_targets(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        embeddings = [name for name in names if name in EMBEDDINGS]
+        if embeddings:
+            raise ValueError(
+                f"target module {embeddings[0]!r} is not supported: embeddings stay frozen, because a base model may "
+                f"tie those of its input and output; choose from {', '.join(ALL_TARGETS)}"
+            )
         unknown = [name for name in names if name not in ALL_TARGETS]
         if unknown:
             raise ValueError(f"unknown target module {unknown[0]!r}; choose from {', '.join(ALL_TARGETS)}")
@@ -76,8 +83,8 @@ class OptimiserConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0, title="Steps over which the learning rate rises from zero")] = 0
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     max_grad_norm: Annotated[float | None, Field(gt=0, title="Clip the tenant's gradient norm; empty: no clipping")] = (
         None
     )

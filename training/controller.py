@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from data_prep.token_file import TokenFile
 from planning.dispatch import dispatcher_for
-from planning.errors import LobraError
+from planning.errors import InputError, LobraError
 from planning.strategies import Phase
 from training.checkpoint import Checkpoint, CheckpointStore
 from training.checkpoint_writer import CheckpointWriter
@@ -213,7 +213,7 @@ class _Controller:
     def _save(self, fleet: Fleet) -> None:
         """Begin a checkpoint of this step, unless there is one."""
         if self.writer.saved_step != self.progress.step:
-            self.writer.begin(fleet, self.progress.to_dict())
+            self.writer.begin(fleet, self._state())
             self.ledger.overhead("checkpoint", self.progress.step)
 
     def _save_last_step(self, fleet: Fleet) -> None:
@@ -222,7 +222,7 @@ class _Controller:
             if self._running is not None:
                 reports = fleet.finish_step_within(ABANDON_SECONDS)
                 if reports is None:
-                    self.writer.abandon_step(fleet, self.progress.to_dict(), ABANDON_SAVE_SECONDS)
+                    self.writer.abandon_step(fleet, self._state(), ABANDON_SAVE_SECONDS)
                     return
                 self._complete_step(reports)
             self._save(fleet)
@@ -244,16 +244,25 @@ class _Controller:
         return False
 
     def _restore(self) -> tuple[RunProgress, Checkpoint | None]:
-        """Progress of the newest whole checkpoint, or of a run not yet begun."""
+        """Progress of the newest whole checkpoint, or of a run not yet begun. Raises InputError for another run's."""
         damaged: list[tuple[str, str]] = []
         checkpoint = self.store.latest(lambda folder, reason: damaged.append((folder.name, reason)))
         for folder, reason in damaged:
             self.ledger.record({"event": "damaged_checkpoint", "folder": folder, "reason": reason})
         if checkpoint is not None:
+            if checkpoint.state.get("run") != self.request.identity:
+                raise InputError(
+                    f"{checkpoint.folder} is the checkpoint of another run: its base model or tenants differ; move it "
+                    "away, or give this run a folder of its own"
+                )
             return RunProgress.from_dict(checkpoint.state), checkpoint
         num_rows = {name: tokens.num_rows for name, tokens in self.token_files.items()}
         tenants = {name: TenantProgress(tenant.num_steps(num_rows[name])) for name, tenant in self.by_name.items()}
         return RunProgress(tenants), None
+
+    def _state(self) -> dict:
+        """What a checkpoint keeps of the controller."""
+        return {"run": self.request.identity, **self.progress.to_dict()}
 
     def _fleet_spec(self) -> FleetSpec:
         request = self.request

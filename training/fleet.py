@@ -18,7 +18,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from planning.errors import LobraError
+from planning.errors import InputError, LobraError
 from planning.step_plan import StepPlan
 from training.checkpoint import CheckpointError
 from training.fleet_spec import (
@@ -202,7 +202,10 @@ class Fleet:
         return reports
 
     def _raise_failure(self) -> None:
-        """Raise FleetError if anything failed. A rank that was killed is named before the peers that noticed."""
+        """Raise FleetError if anything failed, InputError if a rank says that what it was given is wrong.
+
+        A rank that was killed is named before the peers that noticed.
+        """
         assert self._agent is not None
         if self._agent.poll() is None and not self._store.get(FAILURE_KEY):
             return
@@ -212,6 +215,8 @@ class Fleet:
             message = self._store.get(key)
             if message:
                 report = json.loads(message)
+                if report.get("is_input_error"):
+                    raise InputError(report["message"])
                 raise FleetError(f"{report['message']}\n{self._last_lines(report['rank'])}".rstrip())
         raise FleetError(f"the node agent ended with code {self._agent.returncode}; see {self.spec.log_dir}/agent.log")
 

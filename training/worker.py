@@ -22,6 +22,7 @@ import torch.distributed as dist
 from data_prep.collate import collate
 from data_prep.token_file import TokenFile
 from planning.config import Backend
+from planning.errors import InputError
 from planning.step_plan import StepPlan
 from training.adapter_state import CanonicalWriter, Snapshot, load_tenant, take_snapshot
 from training.adapters import Adapter, initial_tensor
@@ -158,7 +159,9 @@ def run_rank(host: str, port: int, generation: int, rank: int, local_rank: int) 
         Worker(spec, rank, device, connect_store(host, port, generation)).serve(store)
     except Exception as error:  # noqa: BLE001 - the rim of the process: everything is reported, nothing continues
         traceback.print_exc()
-        failure = {"rank": rank, "message": f"rank {rank}: {type(error).__name__}: {error}"}
+        is_input_error = isinstance(error, InputError)
+        message = str(error) if is_input_error else f"rank {rank}: {type(error).__name__}: {error}"
+        failure = {"rank": rank, "message": message, "is_input_error": is_input_error}
         with contextlib.suppress(RuntimeError):  # the store is gone with its controller
             store.compare_set(FAILURE_KEY, "", json.dumps(failure))
         return 1

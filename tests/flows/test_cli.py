@@ -137,6 +137,14 @@ BAD_INPUT = {
         set_key("tenants", 0, "adapter", "target_modules", value=["q_proj", "w1"]),
         ["unknown target module 'w1'", "choose from q_proj"],
     ),
+    "embeddings as target": (
+        set_key("tenants", 0, "adapter", "target_modules", value=["q_proj", "lm_head"]),
+        ["target module 'lm_head' is not supported: embeddings stay frozen", "choose from q_proj"],
+    ),
+    "weight decay infinite": (
+        set_key("tenants", 0, "optimiser", "weight_decay", value=float("inf")),
+        ["tenants[0].optimiser.weight_decay", "finite"],
+    ),
     "duplicate tenant": (set_key("tenants", 1, "name", value="short"), ["tenant 'short' is given twice"]),
     "steps and epochs": (set_key("tenants", 0, "epochs", value=1), ["tenants[0]", "either steps or epochs"]),
     "missing data file": (
@@ -269,6 +277,12 @@ def test_gc_says_what_it_frees_and_removes_it_only_without_dry_run(lobra: RunLob
     assert "Freed 0.0 MiB in 1 folders" in lobra("gc", "--keep-days", "0").stdout
     assert not folder.exists()
     assert lobra("gc", "--keep-days", "0", "--runs", "nowhere").returncode == 2
+
+
+@pytest.mark.parametrize("command", ["export", "merge"])
+def test_an_adapter_of_no_run_is_refused(command: str, lobra: RunLobra) -> None:
+    result = lobra(command, "nowhere", "short", "out")
+    assert (result.returncode, "nowhere: not a run folder" in result.stderr) == (2, True), result.stderr
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,12 @@ from data_prep.names import folder_name
 from flows.config import RunConfig
 from flows.finetune import finetune
 from flows.track import track
+from flows.trained_adapter import export_trained, find_trained
 from planning.errors import InputError, LobraError
 from tasks.run_status import read_status
+from training.base_model import read_base_model
 from training.journal import effective_steps, read_journal
+from training.merge import merge
 from training.peft_export import export_adapter
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -54,6 +57,7 @@ def test_two_tenants_become_adapters_that_peft_loads_with_costs_in_mlflow(finish
         assert 0 <= tenant["probe"]["error"] < 1e-3 < tenant["probe"]["effect"]
     assert_tracked(run, folder, summary)
     assert_registered(run, folder, summary)
+    assert_exported_and_merged(run, folder, summary)
     assert_shown_on_the_run_page()
     assert read_status(folder)["stage"] == "finished"
 
@@ -90,6 +94,24 @@ def assert_tracked(run: RunConfig, folder: Path, summary: dict, by_flow: bool = 
     ]
     adapter = {file.path for file in client.list_artifacts(child.info.run_id, "adapter")}
     assert adapter == {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
+
+
+def assert_exported_and_merged(run: RunConfig, folder: Path, summary: dict) -> None:
+    trained = find_trained(folder, "short", None)
+    assert trained.checkpoint.step == 4
+    assert export_trained(trained, folder / "out").has_passed
+    published = Path(summary["tenants"]["short"]["adapter_path"])
+    assert {file.name: file.read_bytes() for file in (folder / "out").iterdir()} == {
+        file.name: file.read_bytes() for file in published.iterdir()
+    }
+    base = read_base_model(run.base_model)
+    merge(trained.checkpoint, base, trained.tenant, folder / "merged")
+    load = AutoModelForCausalLM.from_pretrained
+    tokens = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        adapted = PeftModel.from_pretrained(load(base.folder, dtype=torch.float32), published)(tokens).logits
+        merged = load(folder / "merged", dtype=torch.float32)(tokens).logits
+    assert torch.allclose(merged, adapted, atol=1e-5)
 
 
 def assert_registered(run: RunConfig, folder: Path, summary: dict) -> None:

@@ -3,17 +3,20 @@
 import _thread
 import dataclasses
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from planning.config import Batching, ClusterConfig, PlannerConfig
+from planning.errors import InputError
 from planning.strategies import Phase
 from planning.types import Candidate, DeploymentPlan, ParallelConfig, ReplicaGroup
 from training import controller
@@ -280,6 +283,26 @@ def test_a_diverging_tenant_ends_the_run_when_tenants_may_not_fail(make_request)
     request = make_request("fail", diverging_tenant(), max_nonfinite_steps=2)
     with pytest.raises(TenantFailedError, match=r"tenant 'bad': 2 non-finite updates in a row.*on_tenant_error: skip"):
         train(request)
+
+
+def test_the_checkpoint_of_another_run_is_refused(unbroken, make_request) -> None:
+    other = make_request("other", tenant("short/words", 3, NUM_STEPS), tenant("long texts", 2, NUM_STEPS - 3))
+    shutil.copytree(unbroken[0].files.checkpoints, other.files.checkpoints)
+    with pytest.raises(InputError, match=r"step-00000008 is the checkpoint of another run.*move it away"):
+        train(other)
+
+
+def test_a_base_weight_that_is_not_finite_is_bad_input_named_by_its_tensor(make_request, tmp_path: Path) -> None:
+    request = make_request("nan")
+    folder = Path(shutil.copytree(request.base_model.path, tmp_path / "nan"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.weight"][90, 3] = np.nan  # on the second tensor-parallel rank's side
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        InputError, match=r"model\.safetensors: tensor model\.layers\.2\.mlp\.up_proj\.weight has a value"
+    ):
+        train(dataclasses.replace(request, base_model=BaseModelConfig(path=folder)))
+    assert_no_process_left(fleet_processes())
 
 
 def test_a_checkpoint_of_one_layout_continues_on_another(unbroken, make_request) -> None:
