@@ -2,16 +2,43 @@
 
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from planning.errors import InputError, LobraError
 
 
 def make_private_folder(folder: Path) -> None:
     """Creates the folder with mode 0700; an existing one is left as it is."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
+
+
+@contextmanager
+def create_folder(path: Path) -> Iterator[Path]:
+    """Yields an empty folder beside `path`; on success its files are fsynced and it is renamed to `path`, else removed.
+
+    Raises InputError where `path` is a file or holds anything, LobraError when the disk refuses.
+    """
+    path = path.absolute()
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise InputError(f"{path} exists and is not empty; name another folder")
+    temporary = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for item in (*temporary.rglob("*"), temporary):
+            sync_to_disk(item)
+        temporary.replace(path)
+        sync_to_disk(path.parent)
+    except OSError as error:
+        raise LobraError(f"{path} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The command line `lobra`. Exit codes: 0 done, 1 failed, 2 bad input.
 
-Prefect, MLflow and torch are imported by the commands that need them alone: `run`, `compare`, `profile`, `track`.
+Prefect, MLflow and torch are imported by the commands that need them alone: `run`, `compare`, `profile`, `track`;
+`merge` needs torch.
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from flows import adapter_commands
 from planning.errors import InputError, LobraError
 
 app = typer.Typer(
@@ -260,6 +262,10 @@ def schema() -> None:
     from flows.config import RunConfig
 
     typer.echo(json.dumps(RunConfig.model_json_schema(), indent=2))
+
+
+app.command()(adapter_commands.export)
+app.command()(adapter_commands.merge)
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ from planning.config import ProfileSource
 from planning.phase_file import describe
 from planning.strategies import Phase
 from tasks.disk import check_free_disk
+from tasks.initial_adapters import freeze_initial_adapters
 from tasks.publish import PublishRequest
 from tasks.run_folder import RunFolder, open_run_folder
 from tasks.tracking import RunIdentity, Tracker
@@ -44,6 +45,7 @@ def finetune(run: RunConfig, run_dir: Path | None = None, fresh: bool = False) -
     base = check_run(run)
     with open_run_folder(run_dir or Path("runs") / str(flow_run.id), resolved(run), fresh) as folder:
         check_free_disk(run.tenants, base, run.training, run.data.cache_dir, folder.path)
+        freeze_initial_adapters(run.tenants, folder)
         requests = prepare_requests(run, base, folder.path)
         outcomes = tasks.prepare.prepare(requests, run.data.num_workers, run.training.allows_failures, folder)
         prepared, _ = split_outcomes(outcomes, allow_failures=True)
@@ -118,8 +120,11 @@ def identity(run: RunConfig, folder: RunFolder, phases: Sequence[Phase]) -> RunI
                 "alpha": str(tenant.adapter.alpha),
                 "target_modules": ",".join(tenant.adapter.target_modules),
                 "learning_rate": str(tenant.optimiser.learning_rate),
+                "schedule": tenant.optimiser.schedule.value,
+                "warmup_steps": str(tenant.optimiser.warmup_steps),
                 "batch_size": str(tenant.batch_size),
                 "seed": str(tenant.seed),
+                "initial_adapter": str(tenant.adapter.initial_adapter or ""),
             }
             for tenant in run.tenants
         },

@@ -22,8 +22,11 @@ tenants:
       rank: 16
       alpha: 32
       target_modules: [q_proj, k_proj, v_proj, o_proj]   # also gate_proj, up_proj, down_proj
+      # initial_adapter: adapters/support-2025   # a PEFT folder to continue from; same rank, alpha and targets
     optimiser:
       learning_rate: 2.0e-4
+      schedule: cosine               # constant | linear | cosine; both fall to zero at the last step
+      warmup_steps: 10               # steps over which the rate rises from zero; fewer than all
     batch_size: 64                   # sequences per step
     epochs: 1                        # or steps: 500
     seed: 0

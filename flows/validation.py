@@ -10,6 +10,7 @@ from planning.config import ProfileSource
 from planning.errors import InputError
 from training.base_model import BaseModel, BaseModelError, read_base_model
 from training.deployment import load_profile
+from training.initial_adapter import WEIGHTS_FILE, check_initial_adapter
 
 DATA_ROOTS_VARIABLE = "LOBRA_DATA_ROOTS"
 
@@ -27,6 +28,10 @@ def check_run(run: RunConfig, run_file: Path | None = None) -> BaseModel:
         where = f"tenants[{index}] ({tenant.name})"
         check_path(f"{where}.dataset.path", tenant.dataset.path, roots)
         _check_adapter(where, tenant.adapter.rank, tenant.adapter.target_modules, base)
+        if tenant.adapter.initial_adapter is not None:
+            weights = tenant.adapter.initial_adapter / WEIGHTS_FILE
+            check_path(f"{where}.adapter.initial_adapter", weights, roots)
+            check_initial_adapter(tenant.name, tenant.adapter, base)
         limit = tenant.dataset.max_length
         if limit is not None and limit > base.max_positions:
             raise InputError(

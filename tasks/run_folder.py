@@ -37,6 +37,11 @@ class RunFolder:
         return self.path / "prepared.json"
 
     @property
+    def initial_adapters(self) -> Path:
+        """SHA-256 of the adapters that tenants continue from."""
+        return self.path / "initial_adapters.json"
+
+    @property
     def histogram(self) -> Path:
         return self.path / "histogram.parquet"
 
@@ -107,7 +112,8 @@ class RunFolder:
     def forget(self) -> None:
         """Let another configuration have this folder, as long as nothing was trained in it. Rejects stay to be read."""
         if not self.steps.exists():
-            for path in (self.plan, self.profile, self.histogram, self.prepared, self.config):
+            frozen = (self.plan, self.profile, self.histogram, self.prepared, self.initial_adapters, self.config)
+            for path in frozen:
                 path.unlink(missing_ok=True)
 
 

@@ -113,6 +113,7 @@ def _tenant_metrics(result: Mapping[str, Any]) -> dict[str, float]:
             "tokens": result["num_tokens"],
             "gpu_seconds": result["gpu_seconds"],
             "grad_norm": result["grad_norm"],
+            "learning_rate": result["learning_rate"],
         }
     )
 

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
-from training.base_model import BaseModel, module_name
+from training.base_model import BaseModel, module_name, peft_name
 from training.config import AdapterConfig, TenantConfig
+from training.initial_adapter import WEIGHTS_FILE
 from training.layout import Stage
 
 
@@ -29,7 +31,7 @@ class TensorKey:
     @property
     def peft_name(self) -> str:
         """Name of the tensor in an adapter_model.safetensors that peft loads."""
-        return f"base_model.model.{module_name(self.layer, self.target)}.lora_{self.matrix}.weight"
+        return peft_name(self.layer, self.target, self.matrix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,14 @@ def tensor_keys(adapter: AdapterConfig, layers: range) -> Iterator[TensorKey]:
 
 
 def initial_tensor(base: BaseModel, tenant: TenantConfig, key: TensorKey) -> Tensor:
-    """Canonical A from peft's default distribution, U(-1/sqrt(in), 1/sqrt(in)), seeded by (seed, module name); B zero.
+    """The canonical tensor that training starts from: that of `adapter.initial_adapter`, or a drawn one.
 
+    A from peft's default distribution, U(-1/sqrt(in), 1/sqrt(in)), seeded by (seed, module name); B zero.
     Kaiming-uniform with a = sqrt(5), as peft.tuners.lora draws it; independent of layout and of other tenants.
     """
+    if tenant.adapter.initial_adapter is not None:
+        with safe_open(tenant.adapter.initial_adapter / WEIGHTS_FILE, framework="pt") as file:
+            return file.get_tensor(key.peft_name).float()
     shape = base.target_shape(key.target)
     if key.matrix == "B":
         return torch.zeros(shape.num_out, tenant.adapter.rank)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
@@ -17,6 +18,7 @@ from planning.types import ModelShape
 from training.config import ATTENTION_TARGETS, BaseModelConfig, DType
 
 SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+FLOATS = ("F32", "BF16", "F16")
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -96,8 +98,7 @@ class BaseModel:
         """Name of every tensor -> the safetensors file that holds it."""
         index = self.folder / "model.safetensors.index.json"
         if index.exists():
-            weight_map = json.loads(index.read_text())["weight_map"]
-            return {name: self.folder / file for name, file in weight_map.items()}
+            return {name: self.folder / file for name, file in _weight_map(index).items()}
         single = self.folder / "model.safetensors"
         if not single.exists():
             hint = ""
@@ -130,7 +131,7 @@ class BaseModel:
     def check_weights(self) -> None:
         """Every expected tensor is there with its shape and no other (a tied lm_head and rope buffers may stand).
 
-        Raises BaseModelError with the first tensor that is missing, extra or of a wrong shape.
+        Raises BaseModelError with the first tensor that is missing, extra, or of a wrong shape or number format.
         """
         expected = dict(self.expected_tensors())
         missing = sorted(set(expected) - set(self.tensor_files))
@@ -150,19 +151,44 @@ class BaseModel:
                 f"is this really a plain {self.architecture} model?"
             )
         for path in sorted(set(self.tensor_files.values())):
+            names = {name for name, own in self.tensor_files.items() if own == path}
             with _open(path) as file:
-                for name in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                    if name in expected and tuple(file.get_slice(name).get_shape()) != expected[name]:
-                        found = tuple(file.get_slice(name).get_shape())
-                        raise BaseModelError(
-                            f"{path}: tensor {name} has shape {found}, but config.json says {expected[name]}"
-                        )
+                absent = sorted(names - set(file.keys()))
+                if absent:
+                    raise BaseModelError(f"{path}: tensor {absent[0]} is not in it, but the index says so")
+                for name in sorted(names & set(expected)):
+                    _check_tensor(f"{path}: tensor {name}", file.get_slice(name), expected[name])
+
+
+def _check_tensor(where: str, tensor: Any, shape: tuple[int, ...]) -> None:
+    found = tuple(tensor.get_shape())
+    if found != shape:
+        raise BaseModelError(f"{where} has shape {found}, but config.json says {shape}")
+    if tensor.get_dtype() not in FLOATS:
+        raise BaseModelError(f"{where} is of type {tensor.get_dtype()}; give float weights: {', '.join(FLOATS)}")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> file beside the index. Raises BaseModelError for another content, or a file of another folder."""
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        elsewhere = [file for file in weight_map.values() if Path(file).name != file]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BaseModelError(f"{index}: not an index of safetensors files: {error!r}; copy it again") from error
+    if elsewhere:
+        raise BaseModelError(f"{index}: {elsewhere[0]!r} lies in another folder; put all weight files beside the index")
+    return weight_map
 
 
 def module_name(layer: int, target: str) -> str:
     """Hugging Face name of a projection, e.g. model.layers.3.self_attn.q_proj."""
     block = "self_attn" if target in ATTENTION_TARGETS else "mlp"
     return f"model.layers.{layer}.{block}.{target}"
+
+
+def peft_name(layer: int, target: str, matrix: str) -> str:
+    """Name of an adapter's matrix ("A" or "B") in an adapter_model.safetensors that peft loads."""
+    return f"base_model.model.{module_name(layer, target)}.lora_{matrix}.weight"
 
 
 def read_base_model(config: BaseModelConfig) -> BaseModel:

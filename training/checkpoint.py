@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.files import file_sha256, sync_to_disk
-from planning.errors import LobraError
+from planning.errors import InputError, LobraError
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -115,6 +115,14 @@ class CheckpointStore:
             except CheckpointError as error:
                 on_damaged(folder, str(error))
         return None
+
+    def at(self, step: int) -> Checkpoint:
+        """The checkpoint of `step`, verified. Raises InputError, with the steps that there are, if it was not kept."""
+        folder = self._folder(step)
+        if folder not in self._folders():
+            kept = ", ".join(str(int(path.name.removeprefix("step-"))) for path in self._folders())
+            raise InputError(f"{self.root} has no checkpoint of step {step}; there are those of: {kept or 'no step'}")
+        return read_checkpoint(folder)
 
     def _folder(self, step: int) -> Path:
         return self.root / f"step-{step:08d}"

@@ -12,6 +12,7 @@ from planning.config import Section
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
 ALL_TARGETS = ATTENTION_TARGETS + MLP_TARGETS
+EMBEDDINGS = ("lm_head", "embed_tokens")
 
 
 class DType(StrEnum):
@@ -28,6 +29,14 @@ class OnTenantError(StrEnum):
     SKIP = "skip"
 
 
+class Schedule(StrEnum):
+    """How the learning rate goes on after warm-up: it stays, or falls to zero at the tenant's last step."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
 class BaseModelConfig(Section):
     """The frozen model: a local Hugging Face folder with config.json, safetensors and tokenizer."""
 
@@ -41,10 +50,17 @@ class AdapterConfig(Section):
     rank: Annotated[int, Field(gt=0, title="Rank")]
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False, title="Alpha; the update is scaled by alpha / rank")]
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    initial_adapter: Annotated[Path | None, Field(title="PEFT folder to continue from; empty: a new adapter")] = None
 
     @field_validator("target_modules")
     @classmethod
     def _known_targets(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        embeddings = [name for name in names if name in EMBEDDINGS]
+        if embeddings:
+            raise ValueError(
+                f"target module {embeddings[0]!r} is not supported: embeddings stay frozen, because a base model may "
+                f"tie those of its input and output; choose from {', '.join(ALL_TARGETS)}"
+            )
         unknown = [name for name in names if name not in ALL_TARGETS]
         if unknown:
             raise ValueError(f"unknown target module {unknown[0]!r}; choose from {', '.join(ALL_TARGETS)}")
@@ -63,10 +79,12 @@ class OptimiserConfig(Section):
     """AdamW of one tenant. Its step count advances only when the tenant is in a step."""
 
     learning_rate: Annotated[float, Field(gt=0, le=10, title="Learning rate")] = 2e-4
+    schedule: Annotated[Schedule, Field(title="Course of the learning rate after warm-up")] = Schedule.CONSTANT
+    warmup_steps: Annotated[int, Field(ge=0, title="Steps over which the learning rate rises from zero")] = 0
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     max_grad_norm: Annotated[float | None, Field(gt=0, title="Clip the tenant's gradient norm; empty: no clipping")] = (
         None
     )
@@ -129,6 +147,11 @@ class TenantConfig(Section):
     def _one_length(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give either steps or epochs")
+        if self.steps is not None and self.optimiser.warmup_steps >= self.steps:
+            raise ValueError(
+                f"optimiser.warmup_steps is {self.optimiser.warmup_steps}, but there are {self.steps} steps; "
+                "lower it below that"
+            )
         return self
 
     def num_steps(self, num_rows: int) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from data_prep.token_file import TokenFile
 from planning.dispatch import dispatcher_for
-from planning.errors import LobraError
+from planning.errors import InputError, LobraError
 from planning.strategies import Phase
 from training.checkpoint import Checkpoint, CheckpointStore
 from training.checkpoint_writer import CheckpointWriter
@@ -31,6 +31,7 @@ from training.journal import Journal, read_journal
 from training.ledger import Ledger, Observer
 from training.progress import RunProgress, TenantProgress, TenantStatus
 from training.request import TrainingRequest, TrainingResult
+from training.schedule import learning_rate
 from training.step_planner import PlannedStep, StepPlanner
 from training.step_record import step_record
 
@@ -165,7 +166,7 @@ class _Controller:
         """Train one step; returns the next step's plan, made meanwhile, and how long the fleet waited for it."""
         self._journal_plan(planned)
         self._running = _RunningStep(planner, planned, wait_seconds)
-        fleet.begin_step(planned.plan)
+        fleet.begin_step(planned.plan, self._learning_rates(planned))
         following = planned.plan.step + 1
         expected = self._active(following)
         after = self.progress.after_step(dict.fromkeys(planned.tenants, False), 1)
@@ -206,6 +207,13 @@ class _Controller:
             if journalled.tenants == set(names):
                 return journalled
         return planner.plan_step(step, step - self.progress.phase_start, [self.by_name[name] for name in names])
+
+    def _learning_rates(self, planned: PlannedStep) -> dict[str, float]:
+        progress = {name: self.progress.tenants[name] for name in planned.tenants}
+        return {
+            name: learning_rate(self.by_name[name].optimiser, tenant.num_done, tenant.num_steps)
+            for name, tenant in progress.items()
+        }
 
     def _journal_plan(self, planned: PlannedStep) -> None:
         step, record = planned.plan.step, planned.to_record()
@@ -256,7 +264,7 @@ class _Controller:
     def _save(self, fleet: Fleet) -> None:
         """Begin a checkpoint of this step, unless there is one."""
         if self.writer.saved_step != self.progress.step:
-            self.writer.begin(fleet, self.progress.to_dict())
+            self.writer.begin(fleet, self._state())
             self._has_unsaved_end = False
             self.ledger.overhead("checkpoint", self.progress.step)
 
@@ -267,7 +275,7 @@ class _Controller:
             if reports is not None:
                 self._complete_step(reports)
             elif self._running is not None or self._is_evaluating:
-                self.writer.abandon_step(fleet, self.progress.to_dict(), ABANDON_SAVE_SECONDS)
+                self.writer.abandon_step(fleet, self._state(), ABANDON_SAVE_SECONDS)
                 return
             self._save(fleet)
             self.writer.finish()
@@ -288,12 +296,21 @@ class _Controller:
         return False
 
     def _restore(self) -> tuple[RunProgress, Checkpoint | None]:
-        """Progress of the newest whole checkpoint, or of a run not yet begun."""
+        """Progress of the newest whole checkpoint, or of a run not yet begun. Raises InputError for another run's."""
         damaged: list[tuple[str, str]] = []
         checkpoint = self.store.latest(lambda folder, reason: damaged.append((folder.name, reason)))
         for folder, reason in damaged:
             self.ledger.record({"event": "damaged_checkpoint", "folder": folder, "reason": reason})
         if checkpoint is not None:
+            if checkpoint.state.get("run") != self.request.identity:
+                raise InputError(
+                    f"{checkpoint.folder} is the checkpoint of another run: its base model or tenants differ; move it "
+                    "away, or give this run a folder of its own"
+                )
             return RunProgress.from_dict(checkpoint.state), checkpoint
         num_steps = {name: t.num_steps(self.token_files[name].num_rows) for name, t in self.by_name.items()}
         return RunProgress({name: TenantProgress(num) for name, num in num_steps.items()}), None
+
+    def _state(self) -> dict:
+        """What a checkpoint keeps of the controller."""
+        return {"run": self.request.identity, **self.progress.to_dict()}

@@ -20,6 +20,7 @@ from planning.workload import TenantWorkload, Workload
 from training.base_model import BaseModel
 from training.config import BaseModelConfig, TenantConfig
 from training.profile_store import read_stored
+from training.schedule import check_warmup
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,13 @@ def propose(request: DeploymentRequest, profile: Profile) -> Candidates:
 
 
 def deploy(request: DeploymentRequest, candidates: Candidates, histogram: pl.DataFrame) -> tuple[Phase, ...]:
-    """The strategy's phases, each with its deployment plan for the tenants' measured lengths."""
+    """The strategy's phases, each with its deployment plan for the tenants' measured lengths.
+
+    Raises InputError when a tenant's warm-up takes all its steps, PlanInfeasibleError as planning does.
+    """
     workload = Workload(tuple(_tenant_workload(tenant, histogram) for tenant in request.tenants))
+    for tenant, of_tenant in zip(request.tenants, workload.tenants, strict=True):
+        check_warmup(tenant, int(of_tenant.counts.sum()))
     return strategy_phases(workload, candidates, request.cluster.num_gpus, request.planner)
 
 

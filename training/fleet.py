@@ -11,14 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
 
-from planning.errors import LobraError
+from planning.errors import InputError, LobraError
 from planning.step_plan import StepPlan
 from training.checkpoint import CheckpointError
 from training.fleet_spec import (
@@ -100,9 +100,9 @@ class Fleet:
         self._collect(READY, timeout_seconds, "get ready")
         self.is_ready = True
 
-    def begin_step(self, plan: StepPlan) -> None:
-        """Publish one step plan; the ranks start at once."""
-        self._send({"kind": "train", "plan": plan.to_json()})
+    def begin_step(self, plan: StepPlan, learning_rates: Mapping[str, float]) -> None:
+        """Publish one step plan and the learning rate of every tenant in it; the ranks start at once."""
+        self._send({"kind": "train", "plan": plan.to_json(), "learning_rates": dict(learning_rates)})
 
     def finish_step(self) -> list[dict]:
         """Reports of all ranks on the step last begun, in rank order."""
@@ -212,7 +212,10 @@ class Fleet:
         return reports
 
     def _raise_failure(self) -> None:
-        """Raise FleetError if anything failed. A rank that was killed is named before the peers that noticed."""
+        """Raise FleetError if anything failed, InputError if a rank says that what it was given is wrong.
+
+        A rank that was killed is named before the peers that noticed.
+        """
         assert self._agent is not None
         if self._agent.poll() is None and not self._store.get(FAILURE_KEY):
             return
@@ -222,6 +225,8 @@ class Fleet:
             message = self._store.get(key)
             if message:
                 report = json.loads(message)
+                if report.get("is_input_error"):
+                    raise InputError(report["message"])
                 raise FleetError(f"{report['message']}\n{self._last_lines(report['rank'])}".rstrip())
         raise FleetError(f"the node agent ended with code {self._agent.returncode}; see {self.spec.log_dir}/agent.log")
 

@@ -6,7 +6,7 @@ ranks. A tenant with a non-finite gradient is skipped: neither its adapter nor i
 anything else than without it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +21,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """One tenant's update in one step: its gradient norm before clipping, and whether it was skipped."""
+    """One tenant's update in one step: its gradient norm before clipping, its rate, and whether it was skipped."""
 
     grad_norm: float
+    learning_rate: float
     skipped: bool
 
 
@@ -54,7 +55,8 @@ class TenantOptimiser:
         state = {name: moments[name].to(parameter.device) for name in MOMENTS}
         self.adamw.state[parameter] = {"step": torch.tensor(float(num_updates)), **state}
 
-    def update(self, grad_norm: float) -> None:
+    def update(self, grad_norm: float, learning_rate: float) -> None:
+        self.adamw.param_groups[0]["lr"] = learning_rate
         limit = self.config.max_grad_norm
         if limit is not None and grad_norm > limit:
             gradients = [parameter.grad for parameter in self.adapter.parameters.values()]
@@ -71,15 +73,19 @@ class JointOptimiser:
         self.control_group = control_group
 
     @torch.no_grad()
-    def step(self, tenants: Sequence[str]) -> dict[str, UpdateReport]:
-        """Update `tenants` (the same sorted names on every rank) and drop all gradients. Collective over the world."""
+    def step(self, learning_rates: Mapping[str, float]) -> dict[str, UpdateReport]:
+        """Update the tenants of `learning_rates` (the same on every rank) and drop all gradients.
+
+        Collective over the world, in the order of the tenants' names.
+        """
+        tenants = sorted(learning_rates)
         statistics = torch.stack([self._statistics(self.optimisers[tenant].adapter) for tenant in tenants])
         dist.all_reduce(statistics, group=self.control_group)
         reports = {}
         for tenant, (square_sum, num_nonfinite) in zip(tenants, statistics.tolist(), strict=True):
-            report = UpdateReport(grad_norm=square_sum**0.5, skipped=num_nonfinite > 0)
+            report = UpdateReport(square_sum**0.5, learning_rates[tenant], skipped=num_nonfinite > 0)
             if not report.skipped:
-                self.optimisers[tenant].update(report.grad_norm)
+                self.optimisers[tenant].update(report.grad_norm, report.learning_rate)
             self.optimisers[tenant].adapter.clear_gradients()
             reports[tenant] = report
         return reports

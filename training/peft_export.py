@@ -28,15 +28,10 @@ class ExportError(LobraError):
 def export_adapter(checkpoint: Checkpoint, base_model: BaseModelConfig, tenant: TenantConfig, folder: Path) -> Path:
     """Write adapter_config.json and adapter_model.safetensors to `folder`, whole or not at all.
 
-    Raises ExportError when the adapter has a non-finite value or never moved from its start (all B zero).
+    Raises ExportError as `check_trained` does.
     """
+    check_trained(checkpoint, tenant)
     source = published_file(checkpoint.folder, folder_name(tenant.name))
-    tensors = load_file(source)
-    for name, tensor in tensors.items():
-        if not np.isfinite(tensor).all():
-            raise ExportError(f"adapter of tenant {tenant.name!r} has a non-finite value in {name}")
-    if not any(tensor.any() for name, tensor in tensors.items() if ".lora_B." in name):
-        raise ExportError(f"adapter of tenant {tenant.name!r} never moved: every B is zero")
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -48,6 +43,21 @@ def export_adapter(checkpoint: Checkpoint, base_model: BaseModelConfig, tenant: 
     os.replace(partial, folder)
     sync_to_disk(folder.parent)
     return folder
+
+
+def check_trained(checkpoint: Checkpoint, tenant: TenantConfig) -> None:
+    """Raise ExportError when the adapter has a non-finite value or never moved from its start.
+
+    A new adapter starts with every B zero; one that continues another is judged by its number of updates.
+    """
+    tensors = load_file(published_file(checkpoint.folder, folder_name(tenant.name)))
+    for name, tensor in tensors.items():
+        if not np.isfinite(tensor).all():
+            raise ExportError(f"adapter of tenant {tenant.name!r} has a non-finite value in {name}")
+    if not any(tensor.any() for name, tensor in tensors.items() if ".lora_B." in name):
+        raise ExportError(f"adapter of tenant {tenant.name!r} never moved: every B is zero")
+    if tenant.adapter.initial_adapter is not None and not checkpoint.state["tenants"][tenant.name]["num_updates"]:
+        raise ExportError(f"adapter of tenant {tenant.name!r} never moved: no update was made")
 
 
 def peft_config(base_model: BaseModelConfig, tenant: TenantConfig) -> dict:

@@ -64,7 +64,7 @@ def run_probe(worker: "Worker", probe: Probe) -> dict[str, float]:
         compute()
     busy_seconds = time.perf_counter() - start
     worker.sync(tenants)
-    worker.optimiser.step(tenants)
+    worker.optimiser.step({name: optimiser.config.learning_rate for name, optimiser in worker.optimisers.items()})
     return {
         "replica": worker.stage.position.replica.index,
         "busy_seconds": busy_seconds,

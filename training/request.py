@@ -1,5 +1,6 @@
 """What a joint training is asked for, and what it gives back. No torch."""
 
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +38,12 @@ class TrainingRequest:
     training: TrainingConfig
     evaluation_paths: dict[str, Path] = field(default_factory=dict)
     """Token files of the held-out rows, of the tenants that have an `evaluation` section."""
+
+    @property
+    def identity(self) -> str:
+        """Digest of what a checkpoint belongs to, whatever the plan: the base model and the tenants."""
+        content = [section.model_dump_json() for section in (self.base_model, *self.tenants)]
+        return hashlib.sha256("\n".join(content).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ def step_record(planned: PlannedStep, reports: Sequence[dict], planner: StepPlan
             "num_supervised_tokens": num_supervised_tokens,
             "gpu_seconds": shares[name] * gpu_seconds,
             "grad_norm": _finite(updates[name]["grad_norm"]),
+            "learning_rate": updates[name]["learning_rate"],
             "skipped": updates[name]["skipped"],
         }
     return {

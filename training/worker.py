@@ -1,9 +1,9 @@
 """One rank of the fleet: builds its stage, then carries out the controller's commands in order.
 
-Commands are `train` (one step plan: forward, backward, sync, update, report), `evaluate` (one plan over held-out rows,
-forward only), `keep_best` (remember adapters as they are), `save` (snapshot for a checkpoint, see `saving`), `profile`
-(time one probe) and `stop`. Every rank answers every command with one report. A rank that fails reports why and exits;
-the agent then ends the others.
+Commands are `train` (one step plan and its learning rates: forward, backward, sync, update, report), `evaluate` (one
+plan over held-out rows, forward only), `keep_best` (remember adapters as they are), `save` (snapshot for a checkpoint,
+see `saving`), `profile` (time one probe) and `stop`. Every rank answers every command with one report. A rank that
+fails reports why and exits; the agent then ends the others.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from data_prep.collate import CollatedChunk, collate
 from data_prep.token_file import TokenFile
 from planning.config import Backend
+from planning.errors import InputError
 from planning.step_plan import StepPlan
 from training.adapter_state import CanonicalWriter, Snapshot, load_tenant, take_snapshot
 from training.adapters import Adapter, initial_tensor
@@ -59,7 +61,7 @@ class Worker:
         self.token_files = {name: TokenFile(path) for name, path in spec.token_paths.items()}
         self.evaluation_files = {name: TokenFile(path) for name, path in spec.evaluation_paths.items()}
 
-    def train(self, plan: StepPlan) -> dict:
+    def train(self, plan: StepPlan, learning_rates: Mapping[str, float]) -> dict:
         """One step. The report: seconds of forward and backward, of sync and update (with waiting), losses, updates."""
         replica = self.stage.position.replica.index
         start = time.perf_counter()
@@ -68,16 +70,14 @@ class Worker:
         tenants = sorted(plan.supervised_tokens)
         self.sync(tenants)
         with self.saver.lock:
-            updates = self.optimiser.step(tenants)
+            updates = self.optimiser.step(learning_rates)
             self.saver.completed_steps += 1
         return {
             "replica": replica,
             "busy_seconds": computed - start,
             "sync_seconds": time.perf_counter() - computed,
             "losses": losses if self.stage.position.reports_loss else {},
-            "updates": {
-                name: {"grad_norm": update.grad_norm, "skipped": update.skipped} for name, update in updates.items()
-            },
+            "updates": {name: asdict(update) for name, update in updates.items()},
         }
 
     @torch.no_grad()
@@ -125,7 +125,7 @@ class Worker:
     def _carry_out(self, command: dict) -> dict:
         match command["kind"]:
             case "train":
-                return self.train(StepPlan.from_json(command["plan"]))
+                return self.train(StepPlan.from_json(command["plan"]), command["learning_rates"])
             case "evaluate":
                 return self.evaluate(StepPlan.from_json(command["plan"]))
             case "keep_best":
@@ -177,7 +177,9 @@ def run_rank(host: str, port: int, generation: int, rank: int, local_rank: int) 
         Worker(spec, rank, device, connect_store(host, port, generation)).serve(store)
     except Exception as error:  # noqa: BLE001 - the rim of the process: everything is reported, nothing continues
         traceback.print_exc()
-        failure = {"rank": rank, "message": f"rank {rank}: {type(error).__name__}: {error}"}
+        is_input_error = isinstance(error, InputError)
+        message = str(error) if is_input_error else f"rank {rank}: {type(error).__name__}: {error}"
+        failure = {"rank": rank, "message": message, "is_input_error": is_input_error}
         with contextlib.suppress(RuntimeError):  # the store is gone with its controller
             store.compare_set(FAILURE_KEY, "", json.dumps(failure))
         return 1

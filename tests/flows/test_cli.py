@@ -117,9 +117,33 @@ BAD_INPUT = {
         set_key("tenants", 0, "optimiser", "learning_rate", value=float("nan")),
         ["tenants[0].optimiser.learning_rate"],
     ),
+    "warm-up of all steps": (
+        set_key("tenants", 0, "optimiser", "warmup_steps", value=4),
+        ["tenants[0]", "optimiser.warmup_steps is 4, but there are 4 steps", "lower it"],
+    ),
+    "warm-up of all epochs": (
+        lambda content: content["tenants"][0].update(steps=None, epochs=1, optimiser={"warmup_steps": 3}),
+        ["tenant 'short'", "warmup_steps is 3, but 1 epochs over 12 rows are 3 steps", "lower it"],
+    ),
+    "unknown schedule": (
+        set_key("tenants", 0, "optimiser", "schedule", value="polynomial"),
+        ["tenants[0].optimiser.schedule", "'constant', 'linear' or 'cosine'"],
+    ),
+    "no initial adapter": (
+        set_key("tenants", 0, "adapter", "initial_adapter", value="nowhere"),
+        ["tenant 'short': adapter.initial_adapter nowhere", "no such folder"],
+    ),
     "unknown target": (
         set_key("tenants", 0, "adapter", "target_modules", value=["q_proj", "w1"]),
         ["unknown target module 'w1'", "choose from q_proj"],
+    ),
+    "embeddings as target": (
+        set_key("tenants", 0, "adapter", "target_modules", value=["q_proj", "lm_head"]),
+        ["target module 'lm_head' is not supported: embeddings stay frozen", "choose from q_proj"],
+    ),
+    "weight decay infinite": (
+        set_key("tenants", 0, "optimiser", "weight_decay", value=float("inf")),
+        ["tenants[0].optimiser.weight_decay", "finite"],
     ),
     "duplicate tenant": (set_key("tenants", 1, "name", value="short"), ["tenant 'short' is given twice"]),
     "steps and epochs": (set_key("tenants", 0, "epochs", value=1), ["tenants[0]", "either steps or epochs"]),
@@ -213,6 +237,19 @@ def test_data_outside_the_allowed_folders_is_refused(lobra: RunLobra, run_file, 
     assert "base_model.path: allowed/sneaky lies outside the allowed folders" in result.stderr
 
 
+def test_an_initial_adapter_outside_the_allowed_folders_is_refused(
+    lobra: RunLobra, run_file, tiny_base: Path, monkeypatch, workspace: Path
+) -> None:
+    roots = (tiny_base, workspace / "short.jsonl", workspace / "inside")
+    monkeypatch.setenv("LOBRA_DATA_ROOTS", os.pathsep.join(map(str, roots)))
+    (workspace / "inside").mkdir()
+    (workspace / "inside" / "adapter_model.safetensors").symlink_to(workspace / "long.jsonl")
+    result = lobra("plan", run_file(set_key("tenants", 0, "adapter", "initial_adapter", value="inside")))
+    assert result.returncode == 2
+    wanted = "tenants[0] (short).adapter.initial_adapter: inside/adapter_model.safetensors lies outside"
+    assert wanted in result.stderr, result.stderr
+
+
 def test_status_of_a_folder_that_is_none_is_refused(lobra: RunLobra, workspace: Path) -> None:
     result = lobra("status", str(workspace))
     assert (result.returncode, "not a run folder" in result.stderr) == (2, True)
@@ -240,6 +277,12 @@ def test_gc_says_what_it_frees_and_removes_it_only_without_dry_run(lobra: RunLob
     assert "Freed 0.0 MiB in 1 folders" in lobra("gc", "--keep-days", "0").stdout
     assert not folder.exists()
     assert lobra("gc", "--keep-days", "0", "--runs", "nowhere").returncode == 2
+
+
+@pytest.mark.parametrize("command", ["export", "merge"])
+def test_an_adapter_of_no_run_is_refused(command: str, lobra: RunLobra) -> None:
+    result = lobra(command, "nowhere", "short", "out")
+    assert (result.returncode, "nowhere: not a run folder" in result.stderr) == (2, True), result.stderr
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,19 @@ from mlflow.tracking import MlflowClient
 from peft import PeftModel
 from prefect import get_client
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from data_prep.names import folder_name
+from flows.cli import app
 from flows.config import RunConfig
 from flows.finetune import finetune
 from flows.track import track
+from flows.trained_adapter import export_trained, find_trained
 from planning.errors import InputError, LobraError
 from tasks.run_status import read_status
+from training.base_model import read_base_model
 from training.journal import effective_steps, read_journal
+from training.merge import merge
 from training.peft_export import export_adapter
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -54,6 +59,7 @@ def test_two_tenants_become_adapters_that_peft_loads_with_costs_in_mlflow(finish
         assert 0 <= tenant["probe"]["error"] < 1e-3 < tenant["probe"]["effect"]
     assert_tracked(run, folder, summary)
     assert_registered(run, folder, summary)
+    assert_exported_and_merged(run, folder, summary)
     assert_shown_on_the_run_page()
     assert read_status(folder)["stage"] == "finished"
 
@@ -85,11 +91,29 @@ def assert_tracked(run: RunConfig, folder: Path, summary: dict, by_flow: bool = 
     assert [file.path for file in client.list_artifacts(parent.info.run_id, "report")] == ["report/report.html"]
     child = client.get_run(ids["tenants"]["short"]["run_id"])
     assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
-    assert [p.value for p in client.get_metric_history(child.info.run_id, "loss")] == [
-        s["tenants"]["short"]["loss"] for s in steps
-    ]
+    for metric in ("loss", "learning_rate"):
+        values = [point.value for point in client.get_metric_history(child.info.run_id, metric)]
+        assert values == [step["tenants"]["short"][metric] for step in steps]
     adapter = {file.path for file in client.list_artifacts(child.info.run_id, "adapter")}
     assert adapter == {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"}
+
+
+def assert_exported_and_merged(run: RunConfig, folder: Path, summary: dict) -> None:
+    trained = find_trained(folder, "short", None)
+    assert trained.checkpoint.step == 4
+    assert export_trained(trained, folder / "out").has_passed
+    published = Path(summary["tenants"]["short"]["adapter_path"])
+    assert {file.name: file.read_bytes() for file in (folder / "out").iterdir()} == {
+        file.name: file.read_bytes() for file in published.iterdir()
+    }
+    base = read_base_model(run.base_model)
+    merge(trained.checkpoint, base, trained.tenant, folder / "merged")
+    load = AutoModelForCausalLM.from_pretrained
+    tokens = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        adapted = PeftModel.from_pretrained(load(base.folder, dtype=torch.float32), published)(tokens).logits
+        merged = load(folder / "merged", dtype=torch.float32)(tokens).logits
+    assert torch.allclose(merged, adapted, atol=1e-5)
 
 
 def assert_registered(run: RunConfig, folder: Path, summary: dict) -> None:
@@ -210,6 +234,24 @@ def test_an_interrupted_flow_resumes_in_its_folder_to_the_same_adapters(
     finetune(run=run, run_dir=folder)
     for adapter in (whole / "adapters").glob("*/adapter_model.safetensors"):
         assert (folder / "adapters" / adapter.parent.name / adapter.name).read_bytes() == adapter.read_bytes()
+
+
+@pytest.mark.slow
+def test_a_tenant_goes_on_from_an_adapter_that_another_run_exported(finished, run_content, workspace: Path) -> None:
+    _, folder, before = finished
+    exported = CliRunner().invoke(app, ["export", str(folder), "short", "out", "--step", "4"], catch_exceptions=False)
+    assert "Adapter of short after 4 steps (changes the logits by" in exported.output
+    merged = CliRunner().invoke(app, ["merge", str(folder), "short", "merged"], catch_exceptions=False)
+    assert "Merged model of short after 4 steps: merged" in merged.output
+    run_content["tenants"][0]["adapter"] = {**run_content["tenants"][0]["adapter"], "initial_adapter": "out"}
+    after = finetune(run=RunConfig.model_validate(run_content), run_dir=workspace / "runs" / "continued")
+    first = [
+        effective_steps(read_journal(path / "steps.jsonl"))[0]["tenants"]
+        for path in (folder, workspace / "runs" / "continued")
+    ]
+    assert first[1]["short"]["loss"] < first[0]["short"]["loss"]
+    assert first[1]["long"]["loss"] == pytest.approx(first[0]["long"]["loss"], rel=1e-5)
+    assert after["tenants"]["short"]["last_loss"] < before["tenants"]["short"]["last_loss"]
 
 
 SHARED_DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"

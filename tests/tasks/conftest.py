@@ -28,6 +28,7 @@ def step_record() -> Callable[..., Record]:
                 "num_sequences": 2,
                 "gpu_seconds": 1.0 + index,
                 "grad_norm": 0.5,
+                "learning_rate": 2e-4,
                 "skipped": False,
             }
             for index, name in enumerate(tenants)

@@ -3,7 +3,7 @@
 import multiprocessing
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -22,8 +23,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from data_prep.names import folder_name
 from data_prep.token_file import write_token_file
 from data_prep.types import EncodedSequence
+from training.adapters import tensor_keys, tensor_place
+from training.base_model import BaseModel
+from training.checkpoint import Checkpoint, CheckpointStore, adapter_file, read_checkpoint
+from training.config import TenantConfig
 
 VOCAB = 301  # odd, so that tp pads it
 SIZES = {
@@ -83,6 +89,25 @@ def token_path() -> Callable[..., Path]:
         path = folder / f"{name}.arrow"
         write_token_file(path, sequences)
         return path
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def random_adapters() -> Callable[..., Checkpoint]:
+    """`random_adapters(root, base, tenants)`: a checkpoint below `root` in which every matrix is random."""
+
+    def build(root: Path, base: BaseModel, tenants: Sequence[TenantConfig]) -> Checkpoint:
+        store = CheckpointStore(root, 2)
+        partial = store.begin(1)
+        for seed, tenant in enumerate(tenants):
+            generator = torch.Generator().manual_seed(seed)
+            tensors = {
+                key.peft_name: torch.randn(tensor_place(base, tenant.adapter, key).shape, generator=generator) * 0.05
+                for key in tensor_keys(tenant.adapter, range(base.num_layers))
+            }
+            save_file(tensors, adapter_file(partial, folder_name(tenant.name)))
+        return read_checkpoint(store.commit(partial, {"step": 1, "tenants": {}}))
 
     return build
 

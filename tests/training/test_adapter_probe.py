@@ -7,14 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from data_prep.names import folder_name
 from training.adapter_probe import ProbeItem, ProbeResult, probe_adapters, probe_item
-from training.adapters import tensor_keys, tensor_place
 from training.base_model import read_base_model
-from training.checkpoint import CheckpointStore, adapter_file
+from training.checkpoint import Checkpoint, adapter_file
 from training.config import ALL_TARGETS, AdapterConfig, BaseModelConfig, DType, TenantConfig
 from training.peft_export import export_adapter
 
@@ -33,24 +31,15 @@ TENANTS = (tenant("first", 8, ALL_TARGETS), tenant("second", 4, ("v_proj", "down
 
 
 @pytest.fixture
-def exported(base_model_folder: Callable[[str], Path], tmp_path: Path) -> Callable[..., list[ProbeItem]]:
+def exported(
+    base_model_folder: Callable[[str], Path], random_adapters: Callable[..., Checkpoint], tmp_path: Path
+) -> Callable[..., list[ProbeItem]]:
     """`exported(architecture)`: both tenants with random adapters of a few percent, exported; what to probe."""
 
     def build(architecture: str) -> list[ProbeItem]:
         config = BaseModelConfig(path=base_model_folder(architecture))
         base = read_base_model(config)
-
-        store = CheckpointStore(tmp_path / architecture, 2)
-        partial = store.begin(1)
-        for seed, own in enumerate(TENANTS):
-            generator = torch.Generator().manual_seed(seed)
-            tensors = {
-                key.peft_name: torch.randn(tensor_place(base, own.adapter, key).shape, generator=generator) * 0.05
-                for key in tensor_keys(own.adapter, range(base.num_layers))
-            }
-            save_file(tensors, adapter_file(partial, folder_name(own.name)))
-        store.commit(partial, {"step": 1, "tenants": {}})
-        checkpoint = store.latest()
+        checkpoint = random_adapters(tmp_path / architecture, base, TENANTS)
         items = []
         for own in TENANTS:
             folder = export_adapter(checkpoint, config, own, tmp_path / folder_name(own.name))

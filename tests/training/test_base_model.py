@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from planning.types import ModelShape
@@ -71,6 +72,39 @@ def test_missing_extra_and_misshapen_tensors_are_named(folder: Path) -> None:
         read(folder).check_weights()
     save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"][:5].clone()}, folder / "model.safetensors")
     with pytest.raises(BaseModelError, match=r"model\.norm\.weight has shape \(5,\), but config\.json says \(64,\)"):
+        read(folder).check_weights()
+
+
+def test_weights_of_another_number_format_are_refused(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(BaseModelError, match=r"model\.norm\.weight is of type I8; give float weights"):
+        read(folder).check_weights()
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "not an index of safetensors files"),
+        ("[1]", "not an index of safetensors files"),
+        ('{"weight_map": {"model.norm.weight": "../other/model.safetensors"}}', "lies in another folder"),
+    ],
+)
+def test_a_broken_index_is_named(index: str, message: str, folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(BaseModelError, match=rf"model\.safetensors\.index\.json: .*{message}"):
+        read(folder).check_weights()
+
+
+def test_a_shard_without_the_tensor_that_the_index_promises_is_named(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    read(folder).check_weights()
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(BaseModelError, match=r"model\.safetensors: tensor model\.norm\.weight is not in it"):
         read(folder).check_weights()
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from planning.errors import InputError
 from training.checkpoint import CheckpointError, CheckpointStore, read_checkpoint
 
 
@@ -27,6 +28,13 @@ def test_the_newest_checkpoint_is_found_and_older_ones_are_pruned(tmp_path: Path
     store = save_steps(tmp_path, 5, 10, 15)
     assert store.latest().step == 15
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000015"]
+
+
+def test_a_checkpoint_is_found_by_its_step_and_a_pruned_one_is_named_with_what_there_is(tmp_path: Path) -> None:
+    store = save_steps(tmp_path, 5, 10, 15)
+    assert store.at(10).step == 10
+    with pytest.raises(InputError, match="no checkpoint of step 5; there are those of: 15, 10"):
+        store.at(5)
 
 
 @pytest.mark.parametrize("damage", ["flip", "remove", "truncate_manifest", "extra"])

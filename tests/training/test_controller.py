@@ -3,17 +3,20 @@
 import _thread
 import dataclasses
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from planning.config import Batching, ClusterConfig, PlannerConfig
+from planning.errors import InputError
 from planning.strategies import Phase
 from planning.types import Candidate, DeploymentPlan, ParallelConfig, ReplicaGroup
 from training import controller
@@ -24,6 +27,7 @@ from training.fleet import FleetError
 from training.journal import effective_steps, overhead_gpu_seconds, read_journal
 from training.progress import TenantStatus
 from training.request import TrainingFiles, TrainingRequest, TrainingResult
+from training.schedule import learning_rate
 
 SMALL, WIDE = ParallelConfig(1, 1), ParallelConfig(2, 1)
 CANDIDATES = (Candidate(SMALL, 64, 1e-3, 1e-5, 0.0), Candidate(WIDE, 160, 1e-3, 7e-6, 0.0))
@@ -40,12 +44,12 @@ PLAN = DeploymentPlan(
 NUM_STEPS = 8
 
 
-def tenant(name: str, seed: int, steps: int, learning_rate: float = 2e-3) -> TenantConfig:
+def tenant(name: str, seed: int, steps: int, **optimiser: object) -> TenantConfig:
     return TenantConfig(
         name=name,
         dataset={"path": "unused", "prompt_column": "p", "response_column": "r"},
         adapter={"rank": 4, "alpha": 8, "target_modules": ["q_proj", "o_proj", "up_proj"]},
-        optimiser={"learning_rate": learning_rate},
+        optimiser={"learning_rate": 2e-3, **optimiser},
         batch_size=5,
         steps=steps,
         seed=seed,
@@ -66,7 +70,10 @@ def make_request(base_model_folder: Callable[[str], Path], token_path: Callable[
 
     def build(name: str, *tenants: TenantConfig, **training: object) -> TrainingRequest:
         root = tmp_path_factory.mktemp(name)
-        tenants = tenants or (tenant("short/words", 1, NUM_STEPS), tenant("long texts", 2, NUM_STEPS - 3))
+        tenants = tenants or (
+            tenant("short/words", 1, NUM_STEPS, schedule="cosine", warmup_steps=2),
+            tenant("long texts", 2, NUM_STEPS - 3, schedule="linear"),
+        )
         lengths = {0: [12, 20, 33, 9, 25, 40, 17], 1: [60, 100, 130, 75, 150, 90]}
         return TrainingRequest(
             files=TrainingFiles(
@@ -140,6 +147,14 @@ def test_a_finished_tenant_leaves_the_batch_and_the_others_go_on(unbroken) -> No
     assert [sorted(step["tenants"]) for step in steps] == [["long texts", "short/words"]] * 5 + [["short/words"]] * 3
     losses = [step["tenants"]["short/words"]["loss"] for step in steps]
     assert losses[-1] < losses[0]
+
+
+def test_every_steps_learning_rate_is_in_the_journal(unbroken) -> None:
+    request, _ = unbroken
+    steps = effective_steps(read_journal(request.files.steps))
+    for t in request.tenants:
+        rates = [step["tenants"][t.name]["learning_rate"] for step in steps if t.name in step["tenants"]]
+        assert rates == [learning_rate(t.optimiser, step, t.steps) for step in range(t.steps)]
 
 
 def interrupt() -> None:
@@ -268,6 +283,26 @@ def test_a_diverging_tenant_ends_the_run_when_tenants_may_not_fail(make_request)
     request = make_request("fail", diverging_tenant(), max_nonfinite_steps=2)
     with pytest.raises(TenantFailedError, match=r"tenant 'bad': 2 non-finite updates in a row.*on_tenant_error: skip"):
         train(request)
+
+
+def test_the_checkpoint_of_another_run_is_refused(unbroken, make_request) -> None:
+    other = make_request("other", tenant("short/words", 3, NUM_STEPS), tenant("long texts", 2, NUM_STEPS - 3))
+    shutil.copytree(unbroken[0].files.checkpoints, other.files.checkpoints)
+    with pytest.raises(InputError, match=r"step-00000008 is the checkpoint of another run.*move it away"):
+        train(other)
+
+
+def test_a_base_weight_that_is_not_finite_is_bad_input_named_by_its_tensor(make_request, tmp_path: Path) -> None:
+    request = make_request("nan")
+    folder = Path(shutil.copytree(request.base_model.path, tmp_path / "nan"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.weight"][90, 3] = np.nan  # on the second tensor-parallel rank's side
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        InputError, match=r"model\.safetensors: tensor model\.layers\.2\.mlp\.up_proj\.weight has a value"
+    ):
+        train(dataclasses.replace(request, base_model=BaseModelConfig(path=folder)))
+    assert_no_process_left(fleet_processes())
 
 
 def test_a_checkpoint_of_one_layout_continues_on_another(unbroken, make_request) -> None:

@@ -4,15 +4,15 @@ Tolerances are those of DESIGN.md's numerics contract.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, get_scheduler
 
 from data_prep.collate import CollatedChunk, collate
 from data_prep.token_file import TokenFile
@@ -25,7 +25,9 @@ from training.base_model import read_base_model
 from training.config import ALL_TARGETS, AdapterConfig, BaseModelConfig, OptimiserConfig, TenantConfig
 from training.fleet_spec import FleetSpec
 from training.gradient_sync import GradientSync
+from training.initial_adapter import check_initial_adapter
 from training.layout import FleetLayout
+from training.schedule import learning_rate
 from training.worker import Worker
 
 UNEQUAL = ((2, 1), (1, 2), (1, 1))
@@ -46,9 +48,10 @@ def tenant(
     )
 
 
+BERT = OptimiserConfig(learning_rate=1e-3, schedule="cosine", warmup_steps=3, weight_decay=0.01, max_grad_norm=0.5)
 TENANTS = (
-    tenant("anna", 4, 8, ("q_proj", "v_proj"), OptimiserConfig(learning_rate=3e-3), 1),
-    tenant("bert", 8, 16, ALL_TARGETS, OptimiserConfig(learning_rate=1e-3, weight_decay=0.01, max_grad_norm=0.5), 2),
+    tenant("anna", 4, 8, ("q_proj", "v_proj"), OptimiserConfig(learning_rate=3e-3, schedule="linear"), 1),
+    tenant("bert", 8, 16, ALL_TARGETS, BERT, 2),
     tenant("carl", 2, 16, ("o_proj", "down_proj", "up_proj"), OptimiserConfig(learning_rate=1e-2, beta2=0.95), 3),
     tenant("dora", 4, 4, ("gate_proj", "k_proj"), OptimiserConfig(learning_rate=2e-3), 4),
 )
@@ -100,6 +103,15 @@ def step_plans(
     return plans
 
 
+def joint_steps(plans: list[StepPlan]) -> Iterator[tuple[StepPlan, dict[str, float]]]:
+    """Every step with its tenants' learning rates, which follow from each tenant's own number of steps."""
+    num_done = dict.fromkeys((t.name for t in TENANTS), 0)
+    for plan in plans:
+        in_step = [t for t in TENANTS if t.name in plan.supervised_tokens]
+        yield plan, {t.name: learning_rate(t.optimiser, num_done[t.name], t.steps) for t in in_step}
+        num_done |= {t.name: num_done[t.name] + 1 for t in in_step}
+
+
 def fleet_spec(folder: Path, token_paths: dict[str, Path], configs: tuple[tuple[int, int], ...]) -> FleetSpec:
     return FleetSpec(
         replicas=fleet_replicas(configs),
@@ -126,11 +138,19 @@ def start_values(folder: Path, t: TenantConfig, b_scale: float) -> dict[TensorKe
     return values
 
 
+def adapter_parameters(model) -> dict[str, torch.nn.Parameter]:
+    """LoRA parameters by the names that peft saves them under."""
+    return {name.replace(".default", ""): parameter for name, parameter in model.named_parameters() if "lora_" in name}
+
+
 def peft_model(folder: Path, t: TenantConfig, values: dict[TensorKey, torch.Tensor]):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    if t.adapter.initial_adapter is not None:
+        model = PeftModel.from_pretrained(model, t.adapter.initial_adapter, is_trainable=True)
+        return model, adapter_parameters(model)
     config = LoraConfig(r=t.adapter.rank, lora_alpha=t.adapter.alpha, target_modules=list(t.adapter.target_modules))
     model = get_peft_model(model, config)
-    named = {name.replace(".default", ""): parameter for name, parameter in model.named_parameters() if "lora_" in name}
+    named = adapter_parameters(model)
     assert set(named) == {key.peft_name for key in values}
     with torch.no_grad():
         for key, value in values.items():
@@ -147,6 +167,7 @@ def peft_alone(
     adamw = torch.optim.AdamW(
         named.values(), lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
     )
+    scheduler = get_scheduler(o.schedule.value, adamw, o.warmup_steps, t.steps)
     tokens, losses = TokenFile(path), []
     for plan in plans:
         rows = [
@@ -178,6 +199,7 @@ def peft_alone(
         if o.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(named.values(), o.max_grad_norm)
         adamw.step()
+        scheduler.step()
         adamw.zero_grad()
     return {"losses": losses, **{name: parameter.detach().numpy() for name, parameter in named.items()}}
 
@@ -186,8 +208,8 @@ def joint_adapters(spec: FleetSpec, plans: list[StepPlan]) -> Callable[[int], di
     def on_rank(rank: int) -> dict:
         worker = make_worker(spec, rank)
         losses: dict[str, list[float]] = {}
-        for plan in plans:
-            report = worker.train(plan)
+        for plan, learning_rates in joint_steps(plans):
+            report = worker.train(plan, learning_rates)
             for name, loss in report["losses"].items():
                 losses.setdefault(name, []).append((plan.step, loss))
         collected = {}
@@ -201,13 +223,13 @@ def joint_adapters(spec: FleetSpec, plans: list[StepPlan]) -> Callable[[int], di
     return on_rank
 
 
-def assert_same_adapter(got: dict, want: dict, start: dict, learning_rate: float) -> None:
+def assert_same_adapter(got: dict, want: dict, start: dict, peak_rate: float) -> None:
     """DESIGN.md: max abs difference <= 2e-2 x lr, relative Frobenius of the update <= 1e-4, moved >= 10 x lr in all."""
     difference = np.sqrt(sum(np.square(got[n] - want[n]).sum() for n in got))
     update = np.sqrt(sum(np.square(want[n] - start[n]).sum() for n in got))
-    assert max(np.abs(got[n] - want[n]).max() for n in got) <= 2e-2 * learning_rate
+    assert max(np.abs(got[n] - want[n]).max() for n in got) <= 2e-2 * peak_rate
     assert difference / update <= 1e-4
-    assert update >= 10 * learning_rate
+    assert update >= 10 * peak_rate
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
@@ -338,6 +360,41 @@ def test_evaluation_loss_on_unequal_replicas_equals_peft_and_changes_nothing(
         assert losses == pytest.approx(wanted, rel=1e-5)
 
 
+def test_tenants_that_continue_from_peft_folders_equal_peft_continuing_from_them(
+    base_model_folder, token_paths, run_ranks, tmp_path: Path
+) -> None:
+    folder = base_model_folder("llama")
+    starts = {t.name: start_values(folder, t, 0.05) for t in TENANTS}
+    continued = {t.name: continuing(t, tmp_path / "before" / t.name) for t in TENANTS if t.name != "anna"}
+
+    def save_with_peft(_: int) -> None:
+        for t in TENANTS:
+            if t.name in continued:
+                peft_model(folder, t, starts[t.name])[0].save_pretrained(tmp_path / "before" / t.name)
+
+    run_ranks(1, save_with_peft)
+    base = read_base_model(BaseModelConfig(path=folder))
+    for t in continued.values():
+        check_initial_adapter(t.name, t.adapter, base)
+    configs = ((2, 1), (1, 1))
+    spec = fleet_spec(folder, token_paths, configs)
+    spec = spec.model_copy(update={"tenants": tuple(continued.get(t.name, t) for t in TENANTS)})
+    plans = step_plans(token_paths, len(configs), 10)
+    ranks = run_ranks(spec.world_size, joint_adapters(spec, plans))
+    wanted = run_ranks(
+        1, lambda _: {t.name: peft_alone(folder, t, token_paths[t.name], plans, 0.0, 10) for t in spec.tenants}
+    )[0]
+    for t in spec.tenants:
+        values = starts[t.name] if t.name in continued else start_values(folder, t, 0.0)
+        start = {key.peft_name: value.numpy() for key, value in values.items()}
+        want = {name: value for name, value in wanted[t.name].items() if name != "losses"}
+        assert_same_adapter(ranks[0]["adapters"][t.name], want, start, t.optimiser.learning_rate)
+
+
+def continuing(t: TenantConfig, initial_adapter: Path) -> TenantConfig:
+    return t.model_copy(update={"adapter": t.adapter.model_copy(update={"initial_adapter": initial_adapter})})
+
+
 def test_one_tenants_nan_changes_nothing_for_the_others(base_model_folder, token_paths, run_ranks) -> None:
     folder = base_model_folder("llama")
     spec = fleet_spec(folder, token_paths, ((2, 1), (1, 2)))
@@ -346,17 +403,18 @@ def test_one_tenants_nan_changes_nothing_for_the_others(base_model_folder, token
     def poisoned(rank: int) -> dict:
         worker = make_worker(spec, rank)
         skips = []
-        for plan in plans:
+        for plan, learning_rates in joint_steps(plans):
             if plan.step == 2:  # bert's weights overflow from here on, on every rank
                 for parameter in worker.optimisers["bert"].adapter.parameters.values():
                     parameter.data.fill_(float("nan"))
-            skips.append([name for name, update in worker.train(plan)["updates"].items() if update["skipped"]])
+            updates = worker.train(plan, learning_rates)["updates"]
+            skips.append([name for name, update in updates.items() if update["skipped"]])
         return {"skips": skips, "adapters": local_state(worker)}
 
     def healthy(rank: int) -> dict:
         worker = make_worker(spec, rank)
-        for plan in plans:
-            worker.train(plan)
+        for plan, learning_rates in joint_steps(plans):
+            worker.train(plan, learning_rates)
         return {"adapters": local_state(worker)}
 
     for bad, good in zip(run_ranks(4, poisoned), run_ranks(4, healthy), strict=True):
