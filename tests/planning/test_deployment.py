@@ -202,6 +202,79 @@ def test_more_gpus_are_never_worse(small_candidates: Candidates, planner: Planne
         assert more <= fewer * (1 + 1e-9)
 
 
+HISTOGRAMS = st.lists(
+    st.tuples(st.dictionaries(st.integers(1, 16), st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 4)),
+    min_size=1,
+    max_size=2,
+)
+
+
+@given(costs=st.lists(COSTS, min_size=1, max_size=3, unique_by=lambda entry: entry[0]), histograms=HISTOGRAMS)
+@settings(max_examples=6, deadline=None, derandomize=True)
+def test_one_more_gpu_never_makes_plan_or_bound_worse(
+    costs: list[tuple[tuple[int, int], int, float, float, float]], histograms: list[tuple[dict[int, int], int]]
+) -> None:
+    usable = tuple(Candidate(ParallelConfig(*config), 2 * room, *rest) for config, room, *rest in sorted(costs))
+    workload = Workload(tuple(tenant(str(k), *drawn) for k, drawn in enumerate(histograms)))
+    planner = PlannerConfig(num_evaluation_batches=2)
+    plans = [plan_deployment(workload, Candidates(usable), num_gpus, planner) for num_gpus in (4, 5, 6)]
+    for fewer, more in itertools.pairwise(plans):
+        assert more.predicted_step_seconds <= fewer.predicted_step_seconds * (1 + 1e-9)
+        # the bound of more GPUs holds for fewer too; the grid of its T and its boxes are not the same
+        assert more.lower_bound_seconds <= fewer.lower_bound_seconds * 1.01
+
+
+@given(
+    histograms=st.lists(
+        st.dictionaries(st.integers(1, 30), st.just(1), min_size=1, max_size=1), min_size=2, max_size=4
+    ),
+    order=st.permutations(range(4)),
+)
+@settings(max_examples=6, deadline=None, derandomize=True)
+def test_the_order_of_tenants_changes_nothing(histograms: list[dict[int, int]], order: list[int]) -> None:
+    # every tenant has one length, so that both orders sample the same batches
+    tenants = [tenant(str(k), histogram, 3 + k) for k, histogram in enumerate(histograms)]
+    turned = [tenants[k] for k in order if k < len(tenants)]
+    pool = Candidates(
+        (Candidate(ParallelConfig(1, 1), 16, 0.4, 0.10, 0.002), Candidate(ParallelConfig(2, 1), 32, 0.5, 0.06, 0.001))
+    )
+    planner = PlannerConfig(num_evaluation_batches=1)
+    first, second = (plan_deployment(Workload(tuple(own)), pool, 4, planner) for own in (tenants, turned))
+    assert (first.groups, first.predicted_step_seconds) == (second.groups, second.predicted_step_seconds)
+    assert first.lower_bound_seconds == pytest.approx(second.lower_bound_seconds)
+    assert first.tenant_gpu_seconds == pytest.approx(second.tenant_gpu_seconds)
+
+
+DEGENERATE = {
+    "one sequence": Workload((tenant("a", {7: 1}, 1),)),
+    "all lengths equal": Workload((tenant("a", {7: 1}, 9), tenant("b", {7: 1}, 5))),
+    "a length exactly at a capacity": Workload((tenant("a", {16: 1, 3: 1}, 4),)),
+    "fewer sequences than replicas": Workload((tenant("a", {3: 1}, 2),)),
+}
+
+
+@pytest.mark.parametrize("name", DEGENERATE)
+@pytest.mark.parametrize("num_gpus", [1, 8])
+@pytest.mark.parametrize("batching", Batching)
+def test_degenerate_workloads_are_planned(
+    name: str, num_gpus: int, batching: Batching, small_candidates: Candidates
+) -> None:
+    planner = PlannerConfig(num_evaluation_batches=2, batching=batching)
+    plan = plan_deployment(DEGENERATE[name], small_candidates, num_gpus, planner)
+    assert 0 < plan.lower_bound_seconds <= plan.predicted_step_seconds * (1 + 1e-9)
+    assert plan.num_used_gpus <= num_gpus
+
+
+@pytest.mark.parametrize("batching", Batching)
+def test_costs_without_fixed_or_quadratic_part_are_planned(batching: Batching) -> None:
+    pool = Candidates(
+        (Candidate(ParallelConfig(1, 1), 20, 0.0, 0.1, 0.0), Candidate(ParallelConfig(1, 2), 40, 0.0, 0.05, 0.0))
+    )
+    planner = PlannerConfig(num_evaluation_batches=2, batching=batching)
+    plan = plan_deployment(Workload((tenant("a", {5: 1, 30: 1}, 6),)), pool, 4, planner)
+    assert 0 < plan.lower_bound_seconds <= plan.predicted_step_seconds
+
+
 def test_gpus_that_no_replica_can_use_are_left_out(planner: PlannerConfig) -> None:
     only = Candidates((Candidate(ParallelConfig(3, 1), 64, 0.4, 0.1, 0.0),))
     plan = plan_deployment(Workload((tenant("a", {60: 1}, 1),)), only, 4, planner)

@@ -110,6 +110,24 @@ def test_the_load_of_the_search_is_the_load_of_the_chunks() -> None:
         assert load.replica_seconds() == pytest.approx(np.array(dispatch.replica_seconds))
 
 
+@given(lengths=st.lists(st.integers(1, 16), min_size=1, max_size=40), room=st.integers(16, 40), more=st.integers(1, 60))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_a_larger_budget_never_needs_more_packed_chunks(lengths: list[int], room: int, more: int) -> None:
+    config = ParallelConfig(1, 1)
+    # only opening a chunk costs anything worth the name
+    numbers = [
+        len(
+            Dispatcher(
+                replicas_for([config]), {config: Candidate(config, tokens, 1.0, 1e-6, 0.0)}, 4, 100, Batching.PACKED
+            )
+            .dispatch(sequences_of(lengths))
+            .chunks[0]
+        )
+        for tokens in (room, room + more)
+    ]
+    assert numbers[1] <= numbers[0]
+
+
 def test_a_sequence_exactly_at_the_budget_fills_a_chunk_alone() -> None:
     dispatch = Dispatcher(replicas_for([ParallelConfig(1, 1)]), CANDIDATES, 4, 100, Batching.PACKED).dispatch(
         sequences_of([16, 1, 15])
