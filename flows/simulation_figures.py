@@ -10,7 +10,7 @@ from matplotlib.ticker import ScalarFormatter
 
 from flows.simulate import Experiment
 from planning.what_if import WhatIf
-from tasks.figure_style import COLOURS, FAINT_INK, INK, new_figure, save, short_number, style
+from tasks.figure_style import COLOURS, FAINT_INK, INK, new_figure, save, short_number, style, whole_steps
 
 BATCHING_COLOURS = {"padded": COLOURS[0], "packed": COLOURS[1]}
 BATCHING_MARKERS = {"padded": "o", "packed": "s"}
@@ -64,9 +64,9 @@ def draw_what_if(name: str, answer: WhatIf, path: Path) -> Figure:
     return save(figure, path)
 
 
-def _title(content: Mapping[str, Any]) -> str:
+def _title(content: Mapping[str, Any], how: str = "simulated") -> str:
     caveat = f", {content['caveat']}" if content["caveat"] else ""
-    return f"{content['name']} (simulated{caveat})"
+    return f"{content['name']} ({how}{caveat})"
 
 
 def _bars(content: Mapping[str, Any]) -> Figure:
@@ -114,7 +114,9 @@ def _curves(content: Mapping[str, Any], key: str, what: str) -> Figure:
                 reduction.plot(x, [row["reduction"] for row in own], label=f"{batching}, against padded", **look)
                 if batching == "packed":
                     against = [row["reduction_against_packed"] for row in own]
-                    reduction.plot(x, against, label="packed, against packed", color=COLOURS[2], marker="^")
+                    reduction.plot(
+                        x, against, label="packed, against packed", color=COLOURS[2], marker="^", clip_on=False
+                    )
     style(cost, what, "GPU seconds per step")
     style(reduction, what, "reduction against task_fused (%)")
     for axes in (cost, reduction):
@@ -141,7 +143,7 @@ def _bucket_curve(content: Mapping[str, Any]) -> Figure:
 
 def _planner_time(content: Mapping[str, Any]) -> Figure:
     rows = content["rows"]
-    figure = new_figure(9.5, 4.0, f"{content['name']} (planner time measured, steps simulated)")
+    figure = new_figure(9.5, 4.0, _title(content, "planner time measured, steps simulated"))
     seconds, gap = figure.subplots(1, 2)
     numbers = [row["num_gpus"] for row in rows]
     seconds.plot(numbers, [row["solve_seconds"] for row in rows], marker="o", color=COLOURS[0])
@@ -163,7 +165,8 @@ def _two_stage(content: Mapping[str, Any]) -> Figure:
     joint = [row["joint_seconds"] for row in rows]
     axes.plot(steps, joint, marker="s", color=COLOURS[1], label="the best plan for each step")
     style(axes, "step", "seconds per step")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * max(row["two_stage_seconds"] for row in rows))
+    whole_steps(axes)
     axes.legend(frameon=False, fontsize=8.5)
     return figure
 

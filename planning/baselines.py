@@ -53,10 +53,14 @@ def assign_uniformly(
     )
 
 
-def power_of_two_uppers(longest_tokens: int, num_buckets: int) -> tuple[int, ...]:
-    """Fixed buckets as the published code has them: each half as long as the next; the last holds `longest_tokens`."""
+def power_of_two_uppers(longest_tokens: int, num_buckets: int, largest_chunk_tokens: int) -> tuple[int, ...]:
+    """Fixed buckets as the published code has them: each half as long as the next; the last holds `longest_tokens`.
+
+    Where the power of two is more than any replica holds, the last ends with the largest chunk instead.
+    """
     last = 1 << (longest_tokens - 1).bit_length()
-    return tuple(max(1, last >> (num_buckets - 1 - k)) for k in range(num_buckets))
+    shorter = (max(1, last >> (num_buckets - 1 - k)) for k in range(num_buckets - 1))
+    return (*shorter, min(last, largest_chunk_tokens))
 
 
 def fitted_uppers(lengths: np.ndarray, counts: np.ndarray, num_buckets: int) -> tuple[int, ...]:

@@ -61,7 +61,7 @@ def plan_deployment(
     else:
         winner = _climb(race, PlanSearch(_expected_costs(workload, usable, planner), num_gpus), usable, warm_start)
     shares = winner.tenant_gpu_seconds(num_gpus).tolist()
-    bound = makespan_bound(batches, usable, num_gpus, np.array(_counts(winner.groups, usable)))
+    bound = makespan_bound(batches, usable, num_gpus)
     return DeploymentPlan(
         groups=winner.groups,
         num_gpus=num_gpus,

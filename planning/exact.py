@@ -2,18 +2,20 @@
 
 Data       batches of sequences in buckets: demand_bj; candidates i with A_ij, a_i, pp_i and chunk capacity_ij;
            max_replicas_i = max_gpus // num_gpus_i, each replica r of i present or not.
-Variables  y_r binary: replica r is deployed; n_brj integer sequences, k_brj integer chunks, m_br >= 0 seconds of the
-           largest chunk; T_b >= 0 makespan of batch b.
+Variables  y_r binary: replica r is deployed; n_brj integer sequences; k_brjq integer chunks of up to q sequences,
+           u_brjq binary: there are some; m_br >= 0 seconds of the largest chunk; T_b >= 0 makespan of batch b.
 Minimise   mean of T_b
 subject to every_sequence_is_computed(b, j):  sum_r n_brj = demand_bj
-           chunks_hold_the_sequences(b, r, j):  n_brj <= capacity_j k_brj,  k_brj <= n_brj
+           chunks_hold_the_sequences(b, r, j):  n_brj <= sum_q q k_brjq
+           only_sizes_in_use(b, r, j, q):  k_brjq <= demand_bj u_brjq
            only_deployed_replicas_compute(b, r, j):  n_brj <= demand_bj y_r
-           largest_chunk(b, r, j):  m_br >= the seconds of a chunk of ceil(n_brj / k_brj) sequences
-           replica_meets_the_makespan(b, r):  sum_j (A_j n_brj + a k_brj) + (pp - 1) m_br <= T_b
+           largest_chunk(b, r, j, q):  m_br >= (a + A_j q) u_brjq
+           replica_meets_the_makespan(b, r):  sum_j (A_j n_brj + a sum_q k_brjq) + (pp - 1) m_br <= T_b
            gpus_suffice:  sum_r num_gpus_r y_r <= max_gpus
            equal_replicas_in_order(r):  y_r >= y_(r + 1) within a candidate
 
-`largest_chunk` is bilinear in the chunk's size q >= n / k, hence a MINLP; without pipelines it is linear.
+With pp = 1 the only q is the capacity. The paper's program has n <= q k with q a variable; SCIP 10 cut off the optimum
+of that bilinear form in presolving, so here sizes are enumerated and everything is linear.
 """
 
 from collections.abc import Sequence
@@ -84,18 +86,19 @@ def _add_batch(
                 continue
             name = f"{number}_{r}_{j}"
             sequences = model.addVar(f"n_{name}", vtype="I", ub=demand)
-            chunks = model.addVar(f"k_{name}", vtype="I", ub=demand)
-            model.addCons(sequences <= capacity * chunks, f"chunks_hold_the_sequences_{name}")
-            model.addCons(chunks <= sequences, f"no_empty_chunk_{name}")
             model.addCons(sequences <= demand * deployed[r], f"only_deployed_replicas_compute_{name}")
-            terms += [variable * sequences, fixed * chunks]
+            terms.append(variable * sequences)
             taken[j].append(sequences)
-            if depth:
-                size = model.addVar(f"q_{name}", vtype="I", ub=capacity)
-                used = model.addVar(f"u_{name}", vtype="B")
-                model.addCons(sequences <= size * chunks, f"size_of_a_chunk_{name}")
-                model.addCons(sequences <= demand * used, f"bucket_in_use_{name}")
-                model.addCons(largest >= variable * size + fixed * used, f"largest_chunk_{name}")
+            room = []
+            for size in range(1, min(capacity, demand) + 1) if depth else [capacity]:
+                chunks = model.addVar(f"k_{name}_{size}", vtype="I", ub=demand)
+                terms.append(fixed * chunks)
+                room.append(size * chunks)
+                if depth:
+                    used = model.addVar(f"u_{name}_{size}", vtype="B")
+                    model.addCons(chunks <= demand * used, f"only_sizes_in_use_{name}_{size}")
+                    model.addCons(largest >= (fixed + variable * size) * used, f"largest_chunk_{name}_{size}")
+            model.addCons(sequences <= quicksum(room), f"chunks_hold_the_sequences_{name}")
         model.addCons(quicksum(terms) <= makespan, f"replica_meets_the_makespan_{number}_{r}")
     for j, demand in enumerate(batch.counts.tolist()):
         model.addCons(quicksum(taken[j]) == demand, f"every_sequence_is_computed_{number}_{j}")

@@ -1,11 +1,9 @@
-"""From a table of measured chunks to a profile: weighted non-negative least squares, with a report of the errors.
+"""From a table of measured chunks to a profile, with a report of the errors of its fit (`layer_fit`).
 
 Rows (Parquet or CSV): tp, pp, lengths (tokens of each sequence as computed; one number when all are equal, else numbers
-joined by ';', or a list), sequences, seconds (of a chunk on one stage), bytes (peak memory of the fullest GPU). Per tp
-
-    seconds = (a + b * tokens + c * sum(length^2)) * layers / pp,    a, b, c >= 0
-
-minimises the *relative* errors, so that small chunks count as much as large ones. Memory is a line in tokens.
+joined by ';', or a list), sequences, seconds (of a chunk on one stage), bytes (peak memory of the fullest GPU). The
+rows of a tp, all pipelines together, give the cost of its layer: a stage costs its part of the layers, no more and no
+less. Memory is a line in tokens.
 """
 
 from dataclasses import dataclass
@@ -13,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
-from scipy.optimize import nnls
 
 from planning.errors import ProfileError
 from planning.layer_cost import LayerCost, Profile
+from planning.layer_fit import fit_layer_cost, layer_seconds
 from planning.memory import USABLE_FRACTION
 from planning.types import ParallelConfig
 
@@ -115,18 +113,13 @@ def _chunk(row: dict[str, object], where: str) -> MeasuredChunk:
 
 
 def _fit_seconds(rows: list[MeasuredChunk], num_layers: int) -> tuple[LayerCost, FitReport]:
-    per_layer = np.array([row.seconds * row.config.pp / num_layers for row in rows])
-    features = np.array([[1.0, row.num_tokens, row.num_tokens2] for row in rows])
-    if len({row.num_tokens for row in rows}) == 1:
-        features[:, 0] = features[:, 2] = 0.0  # one size cannot tell the terms apart: all is proportional to tokens
-    relative = features / per_layer[:, None]
-    scale = np.maximum(relative.max(axis=0), 1e-300)
-    scaled, _ = nnls(relative / scale, np.ones(len(rows)))
-    coefficients = scaled / scale
-    errors = np.abs(features @ coefficients / per_layer - 1)
+    measured = np.array([row.seconds * row.config.pp / num_layers for row in rows])
+    sizes = np.array([row.num_tokens for row in rows]), np.array([row.num_tokens2 for row in rows])
+    cost = fit_layer_cost(*sizes, measured)
+    errors = np.abs(layer_seconds(cost, *sizes) / measured - 1)
     worst = int(errors.argmax())
     report = FitReport(rows[0].config.tp, len(rows), float(errors.mean()), float(errors.max()), rows[worst])
-    return LayerCost(*map(float, coefficients)), report
+    return cost, report
 
 
 def _largest_chunk(rows: list[MeasuredChunk], usable_bytes: int) -> int:

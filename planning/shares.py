@@ -6,7 +6,7 @@ takes m seconds has `T - (pp_i - 1) m` seconds for chunks. Each of its chunks ta
 time that would remain if it were the largest one itself never overstates its part:
 
     share_ij(T) = min over q of (A_ij + a_i / q) / (T - (pp_i - 1) (a_i + A_ij q))
-    any replica that meets T has  sum_j share_ij n_j <= 1                                         (*)
+    any replica done after T' <= T has  sum_j share_ij n_j <= (T' - (pp_i - 1) m) / (T - (pp_i - 1) m) <= T' / T     (*)
 
 Packed chunks mix lengths, M tokens in all at most, v = sum of b l + c l^2 over their sequences. A chunk's part
 f(v) = (a + v) / (T - (pp - 1) (a + v)) is convex, so the tangent at any chunk of s seconds bounds it from below. Of
@@ -19,8 +19,8 @@ The tangent stands at s = sqrt(a T / (pp - 1)), where e = 0, or at a full chunk 
 
 So linear programs over (*) give true bounds, bubbles included. With pp = 1 the best q is the full chunk. With pp > 1
 the derivative vanishes at `A q = sqrt(a^2 + a D / (pp - 1)) - a`, `D = T - (pp - 1) a`: large chunks spread the fixed
-term, small ones shorten the bubble. T * share_ij(T) falls with T, hence for any T and load r(T), the smallest
-possible largest sum in (*), `T * min(1, r(T))` is a lower bound of the makespan, and r(T) > 1 means T is too short.
+term, small ones shorten the bubble. By (*), for any T and load r(T), the smallest possible largest sum, every step
+takes at least `T * min(1, r(T))` seconds, and r(T) > 1 means T is too short.
 """
 
 from collections.abc import Sequence

@@ -170,19 +170,20 @@ def _planned(variant: Variant, scenario: Scenario) -> tuple[ReplicaGroup, ...]:
     return plan_deployment(scenario.workload, scenario.candidates, scenario.num_gpus, planner).groups
 
 
-def _fixed_uppers(variant: Variant, workload: Workload) -> tuple[int, ...]:
+def _fixed_uppers(variant: Variant, workload: Workload, largest_chunk_tokens: int) -> tuple[int, ...]:
     if variant.bucket_rule is BucketRule.DYNAMIC or variant.batching is Batching.PACKED:
         return ()
     if variant.num_buckets >= FITTED_BUCKETS:
         return fitted_uppers(*workload.expected_counts(), variant.num_buckets)
-    return power_of_two_uppers(workload.longest_tokens, variant.num_buckets)
+    return power_of_two_uppers(workload.longest_tokens, variant.num_buckets, largest_chunk_tokens)
 
 
 def _simulate_phase(
     variant: Variant, scenario: Scenario, groups: Sequence[ReplicaGroup], num_steps: int, total: _Totals
 ) -> None:
     replicas, by_config = replicas_of(tuple(groups)), scenario.candidates.by_config
-    uppers = _fixed_uppers(variant, scenario.workload)
+    largest_chunk_tokens = max(by_config[group.config].max_chunk_tokens for group in groups)
+    uppers = _fixed_uppers(variant, scenario.workload, largest_chunk_tokens)
     dispatcher = Dispatcher(
         replicas, by_config, variant.num_buckets, scenario.planner.max_search_moves, variant.batching, uppers
     )

@@ -92,6 +92,8 @@ class SplitSolver:
         """
         present = num_replicas_I > 0
         step_seconds = bound = _least_step_seconds(costs, num_replicas_I)
+        if not np.isfinite(bound):
+            raise PlanError("a bucket fits on none of the replicas; plan again for these lengths")
         enough = np.inf
         for _ in range(MAX_PROGRAMS):
             share = measured_shares(costs.classes, step_seconds)

@@ -2,8 +2,8 @@
 
     seconds of a chunk on one stage = layers/pp * f(tp,pp) * (a(tp) + b(tp) * tokens + c(tp) * sum(length^2))
 
-a, b, c >= 0 minimise the sum of squared relative errors over the measurements of the shortest pipeline of each tp
-(non-negative least squares); f then does the same for each longer one. On two CPU cores f was 0.93 to 1.09
+a, b, c are fitted to the measurements of the shortest pipeline of each tp (`planning.layer_fit`); f then minimises the
+sum of squared relative errors for each longer one. On two CPU cores f was 0.93 to 1.09
 (BENCHMARKS.md): a stage costs about its part of the layers there, but links between GPUs may say otherwise.
 """
 
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import nnls
 
 from planning.config import Batching
 from planning.errors import LobraError
+from planning.layer_fit import fit_layer_cost, layer_seconds
 from planning.profile import LayerCost, Profile
 from planning.types import ParallelConfig
 
@@ -88,7 +88,9 @@ def fit_cost(timings: Sequence[ChunkTiming], num_layers: int) -> CostFit:
     stage_factors: dict[ParallelConfig, float] = {}
     for tp, by_config in sorted(by_tp.items()):
         shortest = min(by_config)
-        cost = layer_cost_by_tp[tp] = _fit_layer(by_config[shortest], num_layers // shortest.pp)
+        cost = layer_cost_by_tp[tp] = fit_layer_cost(
+            *_sizes(by_config[shortest]), _seconds(by_config[shortest]) / (num_layers // shortest.pp)
+        )
         if cost.seconds_per_token + cost.seconds_per_token2 == 0:
             raise LobraError(
                 f"the measured times of {shortest} do not grow with the tokens; measure on a quieter machine"
@@ -104,22 +106,14 @@ def fit_cost(timings: Sequence[ChunkTiming], num_layers: int) -> CostFit:
     return CostFit(layer_cost_by_tp, stage_factors, tuple(timings), errors)
 
 
-def _fit_layer(timings: Sequence[ChunkTiming], layers_per_stage: int) -> LayerCost:
-    relative = _features(timings) * layers_per_stage / _seconds(timings)[:, None]
-    scale = relative.max(axis=0)  # tokens^2 and 1 differ by many orders of magnitude
-    coefficients, _ = nnls(relative / scale, np.ones(len(timings)))
-    return LayerCost(*(float(value) for value in coefficients / scale))
-
-
 def _stage_seconds(cost: LayerCost, timings: Sequence[ChunkTiming], num_layers: int) -> npt.NDArray[np.float64]:
-    coefficients = np.array([cost.fixed_seconds, cost.seconds_per_token, cost.seconds_per_token2])
-    layers = np.array([num_layers // timing.config.pp for timing in timings])
-    return layers * (_features(timings) @ coefficients)
+    return np.array([num_layers // timing.config.pp for timing in timings]) * layer_seconds(cost, *_sizes(timings))
 
 
-def _features(timings: Sequence[ChunkTiming]) -> npt.NDArray[np.float64]:
-    """[timing, (1, tokens, sum of length^2)]."""
-    return np.array([(1.0, timing.num_tokens, timing.num_tokens * timing.length) for timing in timings])
+def _sizes(timings: Sequence[ChunkTiming]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Tokens, and sum of length^2, of each chunk."""
+    num_tokens = np.array([timing.num_tokens for timing in timings])
+    return num_tokens, num_tokens * np.array([timing.length for timing in timings])
 
 
 def _seconds(timings: Sequence[ChunkTiming]) -> npt.NDArray[np.float64]:

@@ -1,7 +1,6 @@
 """Oracle: every way to spread the sequences of fixed buckets over the replicas, each with its best chunk sizes."""
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,27 +12,13 @@ from planning.candidates import Candidates
 from planning.dispatch import Dispatcher, bucket_counts
 from planning.errors import PlanInfeasibleError
 from planning.step_plan import check_plan, step_plan_from
-from planning.types import Candidate, Dispatch, ParallelConfig, Replica, ReplicaGroup, SequenceRef, replicas_of
+from planning.types import Candidate, Dispatch, ParallelConfig, Replica, SequenceRef
 from planning.workload import Workload
 
-CANDIDATES = {
-    candidate.config: candidate
-    for candidate in (
-        Candidate(ParallelConfig(1, 1), 16, 0.4, 0.10, 0.002),
-        Candidate(ParallelConfig(1, 2), 24, 0.2, 0.05, 0.001),
-        Candidate(ParallelConfig(2, 1), 32, 0.5, 0.06, 0.001),
-        Candidate(ParallelConfig(1, 4), 64, 0.1, 0.025, 0.0005),
-    )
-}
+from .small_world import candidates_with, replicas_for, sequences_of
+
+CANDIDATES = candidates_with(deep_pipeline_tokens=64)
 replica_groups = st.lists(st.sampled_from(sorted(CANDIDATES)), min_size=1, max_size=3)
-
-
-def replicas_for(configs: Sequence[ParallelConfig]) -> tuple[Replica, ...]:
-    return replicas_of(tuple(ReplicaGroup(config, count) for config, count in sorted(Counter(configs).items())))
-
-
-def sequences_of(lengths: Sequence[int]) -> list[SequenceRef]:
-    return [SequenceRef("abc"[row % 3], row, num_tokens) for row, num_tokens in enumerate(lengths)]
 
 
 def best_replica_seconds(candidate: Candidate, uppers: Sequence[int], counts: Sequence[int]) -> float:

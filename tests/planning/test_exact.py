@@ -12,7 +12,7 @@ from planning.deployment import plan_deployment
 from planning.dispatch import BucketCounts
 from planning.exact import exact_deployment
 from planning.plan_ranking import sample_batches
-from planning.types import Candidate
+from planning.types import Candidate, ParallelConfig
 from planning.workload import TenantWorkload, Workload
 
 
@@ -56,6 +56,20 @@ def test_the_exact_program_finds_what_brute_force_finds(counts: tuple[int, int],
     exact = exact_deployment([batch], usable, 3, 60.0)
     assert exact.is_optimal
     assert exact.step_seconds == pytest.approx(brute_force(batch, usable, 3), rel=1e-6)
+
+
+def test_the_exact_program_keeps_the_optimum_that_a_bilinear_one_loses() -> None:
+    usable = (
+        Candidate(ParallelConfig(1, 2), 42, 0.26, 0.06, 0.0009),
+        Candidate(ParallelConfig(1, 4), 65, 0.12, 0.02, 0.0005),
+        Candidate(ParallelConfig(2, 2), 57, 0.23, 0.03, 0.0005),
+        Candidate(ParallelConfig(4, 1), 73, 0.50, 0.036, 0.0007),
+    )
+    batch = BucketCounts(np.array([31, 39]), np.array([8, 5]))
+    exact = exact_deployment([batch], usable, 4, 60.0)
+    alone = {candidate.config: exact_deployment([batch], [candidate], 4, 60.0) for candidate in usable}
+    assert exact.is_optimal
+    assert exact.step_seconds <= min(each.step_seconds for each in alone.values()) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("num_gpus", [2, 4, 6])

@@ -10,7 +10,7 @@ from planning.candidates import Candidates
 from planning.config import Batching, BucketRule, PlannerConfig, Strategy
 from planning.length_models import LengthFamily, dataset_names, length_model, modelled_tenant
 from planning.simulation import BASELINE, Scenario, Variant, cheapest_gpu_seconds, drawn_steps, simulate
-from planning.types import ParallelConfig, ReplicaGroup, replicas_of
+from planning.types import Candidate, ParallelConfig, ReplicaGroup, replicas_of
 from planning.workload import TenantWorkload, Workload
 
 TWO = Workload(
@@ -44,8 +44,17 @@ def test_modelled_tenants_repeat_with_their_seed() -> None:
 
 
 def test_powers_of_two_end_at_the_context() -> None:
-    assert power_of_two_uppers(16384, 7) == (256, 512, 1024, 2048, 4096, 8192, 16384)
-    assert power_of_two_uppers(9000, 3) == (4096, 8192, 16384)
+    assert power_of_two_uppers(16384, 7, 16384) == (256, 512, 1024, 2048, 4096, 8192, 16384)
+    assert power_of_two_uppers(9000, 3, 20000) == (4096, 8192, 16384)
+    assert power_of_two_uppers(9000, 3, 10000) == (4096, 8192, 10000)  # no replica holds 16,384 tokens
+
+
+def test_baselines_never_pad_beyond_what_their_replicas_hold(planner: PlannerConfig) -> None:
+    # 33 tokens would be padded to 64, and the only configuration holds 40
+    only = Candidates((Candidate(ParallelConfig(1, 1), 40, 0.4, 0.1, 0.0),))
+    workload = Workload((TenantWorkload("a", np.array([5, 33]), np.array([3, 1]), 8),))
+    row = simulate(BASELINE, Scenario(workload, only, 2, planner), 3)
+    assert row.bound_gpu_seconds <= row.gpu_seconds * (1 + 1e-9)
 
 
 def test_uniform_dispatch_deals_sequences_in_turn(small_candidates: Candidates) -> None:
