@@ -259,4 +259,5 @@ class _Controller:
             backend=request.cluster.backend,
             step_timeout_seconds=request.training.step_timeout_seconds,
             log_dir=request.files.logs,
+            activations=request.training.activations,
         )

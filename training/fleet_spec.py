@@ -7,7 +7,7 @@ ranks of an earlier one can never answer.
 from pathlib import Path
 
 from planning.config import Backend, Section
-from planning.types import Replica
+from planning.types import ActivationPolicy, Replica
 from training.config import BaseModelConfig, TenantConfig
 
 FAILURE_KEY = "failure"  # the first rank that failed says why
@@ -36,6 +36,7 @@ class FleetSpec(Section):
     backend: Backend
     step_timeout_seconds: float
     log_dir: Path
+    activations: ActivationPolicy = ActivationPolicy()
 
     @property
     def world_size(self) -> int:
