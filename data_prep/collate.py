@@ -6,7 +6,7 @@ p - 1.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -64,6 +64,32 @@ def collate(chunk: Chunk, token_files: Mapping[str, TokenFile], loss_weights: Ma
         weights_BT=weights.reshape(shape),
         spans=_tenant_spans(sequences, lengths if packed else [1] * len(sequences)),
         segments=tuple(lengths) if packed else None,
+    )
+
+
+def padded_to_multiple(chunk: CollatedChunk, multiple: int) -> CollatedChunk:
+    """The chunk with T rounded up to a multiple, as sequence parallelism splits T evenly.
+
+    Added tokens have weight 0. In a packed chunk they are a segment of their own, which no sequence sees, and belong to
+    the last tenant.
+    """
+    num_added = -chunk.tokens_BT.shape[1] % multiple
+    if not num_added:
+        return chunk
+    room = ((0, 0), (0, num_added))
+    wider = replace(
+        chunk,
+        tokens_BT=np.pad(chunk.tokens_BT, room),
+        labels_BT=np.pad(chunk.labels_BT, room),
+        weights_BT=np.pad(chunk.weights_BT, room),
+    )
+    if chunk.segments is None:
+        return wider
+    last = chunk.spans[-1]
+    return replace(
+        wider,
+        spans=(*chunk.spans[:-1], replace(last, size=last.size + num_added)),
+        segments=(*chunk.segments, num_added),
     )
 
 

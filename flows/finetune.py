@@ -52,7 +52,7 @@ def finetune(run: RunConfig, run_dir: Path | None = None, fresh: bool = False) -
         histogram = tasks.prepare.measure(prepared, folder)
         if run.profile.source is ProfileSource.MEASURE and not folder.profile.exists():
             tasks.profile.measure_profile(profile_request(run, base, histogram), stored_profile_path(run))
-        profile = tasks.deploy.profile(run.profile, stored_profile_path(run), folder)
+        profile = tasks.deploy.profile(run.profile, stored_profile_path(run), run.training.activations, folder)
         deployment = deployment_request(run, base, [tenant.tenant for tenant in prepared])
         candidates = propose(deployment, profile)
         phases = tasks.deploy.plan(deployment, candidates, histogram, folder)

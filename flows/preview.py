@@ -35,7 +35,7 @@ class Preview:
 
 def preview(run: RunConfig, base: BaseModel, on_done: Callable[[Outcome], None] | None = None) -> Preview:
     """Prepare every tenant and propose configurations. Raises InputError as the run itself would."""
-    profile = load_profile(run.profile, stored_profile_path(run))
+    profile = load_profile(run.profile, stored_profile_path(run), run.training.activations)
     rejects_dir = run.data.cache_dir / "preview" / run.name
     outcomes = prepare_tenants(prepare_requests(run, base, rejects_dir), run.data.num_workers, on_done)
     prepared, failures = split_outcomes(outcomes, run.training.allows_failures)
@@ -56,10 +56,11 @@ def prepare_requests(run: RunConfig, base: BaseModel, run_dir: Path) -> list[Pre
 def deployment_request(run: RunConfig, base: BaseModel, names: Sequence[str]) -> DeploymentRequest:
     """What the plan of the tenants called `names` depends on."""
     tenants = tuple(tenant for tenant in run.tenants if tenant.name in set(names))
-    return DeploymentRequest(base, run.base_model, tenants, run.cluster, run.planner)
+    return DeploymentRequest(base, run.base_model, tenants, run.cluster, run.planner, run.training.activations)
 
 
 def stored_profile_path(run: RunConfig) -> Path:
-    """Where a profile that this machine measures for the run is kept: one per model, adapter targets and fleet size."""
-    identity = profile_identity(read_base_model(run.base_model), run.base_model, run.tenants, run.cluster)
+    """Where a profile that this machine measures for the run is kept: per model, fleet size and setting."""
+    base = read_base_model(run.base_model)
+    identity = profile_identity(base, run.base_model, run.tenants, run.cluster, run.training.activations)
     return stored_path(run.data.cache_dir / "profiles", run.base_model, identity)

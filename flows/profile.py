@@ -40,6 +40,7 @@ def profile_request(run: RunConfig, base: BaseModel, histogram: pl.DataFrame) ->
         tenants=tuple(tenant for tenant in run.tenants if tenant.name in with_data),
         cluster=run.cluster,
         planner=run.planner,
+        activations=run.training.activations,
         histogram=histogram,
         log_dir=Path(run.data.cache_dir) / "profiles" / "logs",
     )

@@ -31,7 +31,7 @@ from planning.length_models import LengthFamily, length_model, modelled_tenant, 
 from planning.simulation import Scenario, cheapest_gpu_seconds
 from planning.types import ParallelConfig, ReplicaGroup
 from planning.workload import Workload
-from training.deployment import load_profile
+from training.deployment import named_profile
 
 HEADINGS = {
     "gpu_seconds_per_step": "GPU s",
@@ -184,7 +184,7 @@ def scenario_of(config: SimulationConfig) -> Scenario:
         else:
             model = length_model(tenant.length_model or tenant.name, family)
             tenants.append(modelled_tenant(tenant.name, model, tenant.batch_size, seed))
-    profile = load_profile(config.profile, Path())
+    profile = named_profile(config.profile, Path())
     candidates = candidates_of_profile(profile, config.cluster.num_gpus, config.planner)
     return Scenario(Workload(tuple(tenants)), candidates, config.cluster.num_gpus, config.planner)
 
@@ -251,7 +251,7 @@ def _widest(config: SimulationConfig, scenario: Scenario) -> Scenario:
     values = config.simulation.values
     if not values:
         raise InputError(f"simulation.values is empty; experiment {config.simulation.experiment} needs its points")
-    profile = load_profile(config.profile, Path())
+    profile = named_profile(config.profile, Path())
     candidates = candidates_of_profile(profile, max(*values, scenario.num_gpus), config.planner)
     return Scenario(scenario.workload, candidates, scenario.num_gpus, scenario.planner)
 

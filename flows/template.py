@@ -61,6 +61,8 @@ profile:
 training:
   save_every: 20                     # steps between checkpoints
   on_tenant_error: fail              # fail | skip: whether a bad tenant ends the run
+  activation_recompute: none         # none | full: longer chunks fit, a step takes about half as long again
+  sequence_parallel: false           # true: longer chunks fit where tp > 1
 
 data:
   cache_dir: runs/.cache

@@ -23,7 +23,7 @@ def check_run(run: RunConfig, run_file: Path | None = None) -> BaseModel:
     base.check_weights()
     load_tokenizer(run.base_model.path)
     if run.profile.source is not ProfileSource.MEASURE:
-        load_profile(run.profile, Path())
+        load_profile(run.profile, Path(), run.training.activations)
     for index, tenant in enumerate(run.tenants):
         where = f"tenants[{index}] ({tenant.name})"
         check_path(f"{where}.dataset.path", tenant.dataset.path, roots)

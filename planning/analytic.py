@@ -6,9 +6,12 @@ Per layer, forward and backward, with frozen base weights (no weight gradients),
     b      2 forward and 2 backward flops per parameter, and 4 ring all-reduces of the hidden state over NVLink
     c      flash attention, causal: 2 l^2 hidden flops forward, 2.5 times that backward
 
+Activation recompute runs the forward again: half as much more fixed seconds, flops and all-reduces, and 2 l^2 hidden
+flops of attention.
+
 A stage boundary hands the hidden state over the network, forward and backward, in bfloat16. The constants below make
 the model agree with the measured Llama2-7B on A100 40 GB (`validation_errors`); they were not measured for other sizes.
-Largest chunks come from `memory`, with sequence parallelism and `NUM_ADAPTERS` adapters of rank `RANK` everywhere.
+Largest chunks come from `memory`, with `NUM_ADAPTERS` adapters of rank `RANK` everywhere.
 """
 
 from dataclasses import dataclass
@@ -17,7 +20,7 @@ import numpy as np
 
 from planning.layer_cost import LayerCost, Profile
 from planning.memory import max_chunk_tokens
-from planning.types import ModelShape, ParallelConfig
+from planning.types import ActivationPolicy, ModelShape, ParallelConfig
 
 MATMUL_EFFICIENCY = 0.54
 ATTENTION_EFFICIENCY = 0.70
@@ -54,6 +57,7 @@ SHAPES = {  # the models' config.json
     "llama2_70b": ModelShape(80, 8192, 28672, 64, 8, 128, 32000, bytes_per_parameter=2),
 }
 SUFFIX = "_analytic"
+TYPICAL_ACTIVATIONS = ActivationPolicy(sequence_parallel=True)
 
 
 def analytic_presets() -> tuple[str, ...]:
@@ -61,37 +65,45 @@ def analytic_presets() -> tuple[str, ...]:
     return tuple(f"{model}_{gpu}{SUFFIX}" for model in SHAPES for gpu in GPUS)
 
 
-def analytic_profile(name: str) -> Profile:
-    """The analytic preset of this name."""
+def analytic_profile(name: str, activations: ActivationPolicy = TYPICAL_ACTIVATIONS) -> Profile:
+    """The analytic preset of this name, for replicas that treat activations so."""
     model = next(model for model in SHAPES if name.startswith(model))
     shape, gpu = SHAPES[model], GPUS[name.removeprefix(f"{model}_").removesuffix(SUFFIX)]
     tps = [tp for tp in TP_DEGREES if all(count % tp == 0 for count in (shape.num_kv_heads, shape.num_heads))]
     adapters, largest = _num_adapter_parameters(shape), {}
     for config in (ParallelConfig(tp, pp) for tp in tps for pp in PP_DEGREES if shape.num_layers % pp == 0):
-        tokens = max_chunk_tokens(shape, config, int(gpu.memory_gib * GIB), adapters, sequence_parallel=True)
+        tokens = max_chunk_tokens(shape, config, int(gpu.memory_gib * GIB), adapters, activations=activations)
         if tokens >= CHUNK_STEP_TOKENS:
             largest[config] = tokens // CHUNK_STEP_TOKENS * CHUNK_STEP_TOKENS
     return Profile(
         name=name,
         source=f"analytic model of {model} on {name}",
         num_layers=shape.num_layers,
-        layer_cost_by_tp={tp: layer_cost(shape, gpu, tp) for tp in tps},
+        layer_cost_by_tp={tp: layer_cost(shape, gpu, tp, activations.recompute) for tp in tps},
         max_chunk_tokens=largest,
         boundary_seconds_per_token=2 * shape.hidden_size * shape.bytes_per_parameter / gpu.network_bytes_per_second,
         caveat="unvalidated analytic profile",
+        recompute=activations.recompute,
     )
 
 
-def layer_cost(shape: ModelShape, gpu: Gpu, tp: int) -> LayerCost:
-    """Seconds of one layer, forward and backward, on `tp` GPUs of one node."""
+def layer_cost(shape: ModelShape, gpu: Gpu, tp: int, recompute: bool = False) -> LayerCost:
+    """Seconds of one layer, forward and backward, on `tp` GPUs of one node.
+
+    With the base frozen, backward has the flops of forward (no weight gradients): recompute makes two passes three.
+    """
+    num_passes = 3 if recompute else 2
     attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * shape.hidden_size
     parameters = attention + 3 * shape.hidden_size * shape.ffn_size
-    weight_seconds = 2 * parameters * shape.bytes_per_parameter / tp / gpu.memory_bytes_per_second
-    matmul_seconds = 4 * parameters / tp / (gpu.matmul_flops * MATMUL_EFFICIENCY)
-    reduced_bytes = 4 * 2 * (tp - 1) / tp * shape.hidden_size * shape.bytes_per_parameter
-    attention_flops = 7 * shape.num_heads * shape.head_dim / tp
+    weight_seconds = num_passes * parameters * shape.bytes_per_parameter / tp / gpu.memory_bytes_per_second
+    matmul_seconds = 2 * num_passes * parameters / tp / (gpu.matmul_flops * MATMUL_EFFICIENCY)
+    num_all_reduces = 2 * num_passes
+    reduced_bytes = num_all_reduces * 2 * (tp - 1) / tp * shape.hidden_size * shape.bytes_per_parameter
+    attention_flops = (9 if recompute else 7) * shape.num_heads * shape.head_dim / tp
     return LayerCost(
-        fixed_seconds=LAUNCH_SECONDS + weight_seconds + (4 * ALL_REDUCE_START_SECONDS if tp > 1 else 0.0),
+        fixed_seconds=LAUNCH_SECONDS * num_passes / 2
+        + weight_seconds
+        + (num_all_reduces * ALL_REDUCE_START_SECONDS if tp > 1 else 0.0),
         seconds_per_token=matmul_seconds + reduced_bytes / (gpu.link_bytes_per_second * LINK_EFFICIENCY),
         seconds_per_token2=attention_flops / (gpu.matmul_flops * ATTENTION_EFFICIENCY),
     )

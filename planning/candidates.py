@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from planning.config import ClusterConfig, PlannerConfig
 from planning.errors import PlanInfeasibleError, ProfileError
-from planning.memory import max_chunk_tokens
+from planning.memory import KEEP_ALL, max_chunk_tokens
 from planning.profile import MeasuredConfig, Profile
-from planning.types import Candidate, ModelShape, ParallelConfig, PrunedConfig
+from planning.types import ActivationPolicy, Candidate, ModelShape, ParallelConfig, PrunedConfig
 
 BYTES_PER_GIB = 2**30
 
@@ -41,6 +41,7 @@ def propose_candidates(
     cluster: ClusterConfig,
     planner: PlannerConfig,
     num_adapter_parameters: int,
+    activations: ActivationPolicy = KEEP_ALL,
 ) -> Candidates:
     """All configurations of at most `cluster.num_gpus` GPUs, usable or pruned.
 
@@ -62,7 +63,12 @@ def propose_candidates(
                 profile.max_chunk_tokens[config]
                 if profile.max_chunk_tokens is not None
                 else max_chunk_tokens(
-                    shape, config, memory_bytes, num_adapter_parameters, _measured(profile, config).bytes_per_token
+                    shape,
+                    config,
+                    memory_bytes,
+                    num_adapter_parameters,
+                    _measured(profile, config).bytes_per_token,
+                    activations,
                 )
             )
             if capacity:

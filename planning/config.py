@@ -67,6 +67,13 @@ class ProfileSource(StrEnum):
     MEASURE = "measure"
 
 
+class ActivationRecompute(StrEnum):
+    """What backward finds: all activations of forward, or each layer's input, from which it runs forward again."""
+
+    NONE = "none"
+    FULL = "full"
+
+
 class ClusterConfig(Section):
     """The GPUs reserved for the run. On CPU a rank stands for a GPU."""
 

@@ -33,7 +33,8 @@ class Profile:
 
     With `max_chunk_tokens` only the configurations it lists exist; without it the memory model decides.
     `boundary_seconds_per_token` is what handing a token over between pipeline stages, both ways, adds to every stage
-    of a pipeline. `caveat` is not empty where the numbers were not measured: it is shown with every plan.
+    of a pipeline. `caveat` is not empty where the numbers were not measured: it is shown with every plan. `recompute`
+    says whether the seconds are those of activation recompute.
     """
 
     name: str
@@ -44,3 +45,4 @@ class Profile:
     boundary_seconds_per_token: float = 0.0
     caveat: str = ""
     measured: dict[ParallelConfig, MeasuredConfig] = field(default_factory=dict)
+    recompute: bool = False

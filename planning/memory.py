@@ -7,22 +7,28 @@ Korthikanti et al. 2022, section 4, adapted to gated MLPs and grouped queries; B
 
     B * (4 * hidden + ((2 * heads + 2 * kv_heads) * head_dim + 4 * ffn) / tp)
 
-Not split by tp: inputs and outputs of both norms. Split: q, k, v and attention output; gate, up, activated gate and
-their product. Adapters are float32, so for a model of another number format the projections' inputs are also kept in
-float32: 4 * (2 * hidden + (heads * head_dim + ffn) / tp) more. Under the 1F1B schedule the first stage keeps up to pp
-chunks of layers/pp layers each, so the number of layers whose activations are alive is num_layers for every pp.
-Logits count four times in float32: themselves, the probabilities that the loss keeps, its gradient before and after
-the loss weights; all activations are alive then. Approximations: the heaviest stage is taken to hold both embedding and
-logits; every adapter matrix counts as split over tp * pp; LoRA's own activations (rank values per token) and flash
-attention's statistics fall under the reserve.
+Not split by tp, unless by sequence parallelism: inputs and outputs of both norms. Split: q, k, v and attention output;
+gate, up, activated gate and their product. Adapters are float32, so for a model of another number format the
+projections' inputs are also kept in float32: 4 * (2 * hidden + (heads * head_dim + ffn) / tp) more. Under the 1F1B
+schedule the first stage keeps up to pp chunks of layers/pp layers each, so the number of layers whose activations are
+alive is num_layers for every pp. Logits count four times in float32: themselves, the probabilities that the loss keeps,
+its gradient before and after the loss weights; all that layers keep is alive then.
+
+With recompute every layer keeps its input (B * hidden). When the logits are gone, one layer at a time has all its
+activations and at most as many bytes of their gradients.
+
+Approximations: the heaviest stage is taken to hold both embedding and logits; every adapter matrix counts as split over
+tp * pp; LoRA's own activations (rank values per token), flash attention's statistics and the less than tp tokens that
+sequence parallelism adds to a row fall under the reserve.
 """
 
-from planning.types import ModelShape, ParallelConfig
+from planning.types import ActivationPolicy, ModelShape, ParallelConfig
 
 USABLE_FRACTION = 0.9
 FLOAT32_BYTES = 4
 LOGIT_BYTES = 4 * FLOAT32_BYTES
 ADAPTER_BYTES = 4 * FLOAT32_BYTES  # weight, gradient and two AdamW moments
+KEEP_ALL = ActivationPolicy()
 
 
 def max_chunk_tokens(
@@ -31,20 +37,19 @@ def max_chunk_tokens(
     memory_bytes: int,
     num_adapter_parameters: int,
     measured_bytes_per_token: float = 0.0,
-    sequence_parallel: bool = False,
+    activations: ActivationPolicy = KEEP_ALL,
 ) -> int:
     """Tokens of the largest chunk that fits on each GPU of a <tp,pp> replica; 0 when the weights alone do not fit.
 
     `num_adapter_parameters` counts all tenants' adapters over the whole model. A measured peak per token counts where
-    it is above the modelled one. With `sequence_parallel` the norms' activations are split by tp too (the fleet of this
-    project does not split them).
+    it is above the modelled one.
     """
     free_bytes = (
         USABLE_FRACTION * memory_bytes
         - _weight_bytes(shape, config)
         - ADAPTER_BYTES * num_adapter_parameters / config.num_gpus
     )
-    modelled = bytes_per_token(shape, config, sequence_parallel)
+    modelled = bytes_per_token(shape, config, activations)
     return max(0, int(free_bytes // max(modelled, measured_bytes_per_token)))
 
 
@@ -58,13 +63,18 @@ def _weight_bytes(shape: ModelShape, config: ParallelConfig) -> float:
     return shape.bytes_per_parameter * (layers + embeddings)
 
 
-def bytes_per_token(shape: ModelShape, config: ParallelConfig, sequence_parallel: bool = False) -> float:
+def bytes_per_token(shape: ModelShape, config: ParallelConfig, activations: ActivationPolicy = KEEP_ALL) -> float:
     """Modelled peak of a GPU per token of a chunk, above what it holds at rest."""
     tp = config.tp
-    norm_split = tp if sequence_parallel else 1
+    norm_split = tp if activations.sequence_parallel else 1
     split = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim + 4 * shape.ffn_size
     activation = shape.bytes_per_parameter * (4 * shape.hidden_size / norm_split + split / tp)
     if shape.bytes_per_parameter != FLOAT32_BYTES:
         inputs = 2 * shape.hidden_size / norm_split + (shape.num_heads * shape.head_dim + shape.ffn_size) / tp
         activation += FLOAT32_BYTES * inputs
-    return shape.num_layers * activation + LOGIT_BYTES * shape.vocab_size / tp
+    logits = LOGIT_BYTES * shape.vocab_size / tp
+    if activations.recompute:
+        return shape.num_layers * shape.bytes_per_parameter * shape.hidden_size / norm_split + max(
+            2 * activation, logits
+        )
+    return shape.num_layers * activation + logits

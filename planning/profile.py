@@ -3,8 +3,8 @@
     milliseconds of a chunk on one layer, forward and backward = a + b * tokens + c * sum(length^2)
 
 A stage of a pipeline costs its layers times that, times a measured factor (embedding, logits and the passing on of
-activations). A profile is a JSON file (`schema_version` 1). Shipped ones are presets. This module neither measures
-nor fits.
+activations). All seconds are with or without activation recompute. A profile is a JSON file (`schema_version` 1).
+Shipped ones are presets. This module neither measures nor fits.
 """
 
 from importlib import resources
@@ -13,11 +13,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from planning.analytic import analytic_presets, analytic_profile
-from planning.config import PositiveInt, Section
+from planning.analytic import TYPICAL_ACTIVATIONS, analytic_presets, analytic_profile
+from planning.config import ActivationRecompute, PositiveInt, Section
 from planning.errors import ProfileError
 from planning.layer_cost import LayerCost, MeasuredConfig, Profile
-from planning.types import ParallelConfig
+from planning.types import ActivationPolicy, ParallelConfig
 
 Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 __all__ = ["LayerCost", "MeasuredConfig", "Profile", "preset_names", "read_preset", "read_profile", "write_profile"]
@@ -52,6 +52,7 @@ class _ProfileFile(Section):
     gpu: str = ""
     source: str
     caveat: str = ""
+    activation_recompute: ActivationRecompute = ActivationRecompute.NONE
     boundary_ms_per_token: Milliseconds = 0.0
     chunk_ms_per_layer: Literal["a + b*tokens + c*sum(length^2)"]
     num_layers: PositiveInt
@@ -69,10 +70,13 @@ def read_profile(path: Path) -> Profile:
     return _parse(text, path.stem, str(path))
 
 
-def read_preset(name: str) -> Profile:
-    """A shipped profile: measured, or of the analytic model. Raises ProfileError naming the presets there are."""
+def read_preset(name: str, activations: ActivationPolicy = TYPICAL_ACTIVATIONS) -> Profile:
+    """A shipped profile: measured, or of the analytic model, which is made for `activations`.
+
+    Raises ProfileError naming the presets there are.
+    """
     if name in analytic_presets():
-        return analytic_profile(name)
+        return analytic_profile(name, activations)
     if name not in preset_names():
         raise ProfileError(f"profile.preset {name!r} is not shipped; choose from {', '.join(preset_names())}")
     return _parse((PRESET_FOLDER / f"{name}.json").read_text(encoding="utf-8"), name, f"preset {name}")
@@ -117,6 +121,7 @@ def _parse(text: str, name: str, where: str) -> Profile:
             )
             for entry in file.measured or ()
         },
+        recompute=file.activation_recompute is ActivationRecompute.FULL,
     )
 
 
@@ -140,6 +145,7 @@ def write_profile(profile: Profile, path: Path) -> None:
         model=profile.name,
         source=profile.source,
         caveat=profile.caveat,
+        activation_recompute=ActivationRecompute.FULL if profile.recompute else ActivationRecompute.NONE,
         boundary_ms_per_token=profile.boundary_seconds_per_token * 1e3,
         chunk_ms_per_layer="a + b*tokens + c*sum(length^2)",
         num_layers=profile.num_layers,

@@ -42,6 +42,22 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
+class ActivationPolicy:
+    """What replicas do to hold fewer activations.
+
+    `recompute`: a layer keeps its input only, and its forward runs again in backward. `sequence_parallel`: where tp is
+    above 1, what lies between a layer's linears (norms, residuals) is split by tokens over tensor parallelism.
+    """
+
+    recompute: bool = False
+    sequence_parallel: bool = False
+
+    def __str__(self) -> str:
+        parts = ["recompute"] * self.recompute + ["sequence parallel"] * self.sequence_parallel
+        return " and ".join(parts) or "neither recompute nor sequence parallel"
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """A parallel configuration that the model, the cluster and the profile allow, with its cost.
 

@@ -12,17 +12,17 @@ from planning.config import ProfileConfig
 from planning.phase_file import phases_from_dict, phases_to_dict
 from planning.profile import Profile, read_profile, write_profile
 from planning.strategies import Phase
-from planning.types import DeploymentPlan
+from planning.types import ActivationPolicy, DeploymentPlan
 from tasks.run_folder import RunFolder, read_json, write_json
 from training.deployment import DeploymentRequest, deploy, load_profile
 
 
 @task(name="profile", cache_policy=NO_CACHE)
-def profile(config: ProfileConfig, stored: Path, folder: RunFolder) -> Profile:
+def profile(config: ProfileConfig, stored: Path, activations: ActivationPolicy, folder: RunFolder) -> Profile:
     """The profile that the run file names, kept in the run folder: a resumed run plans with the same one."""
     if folder.profile.exists():
         return read_profile(folder.profile)
-    loaded = load_profile(config, stored)
+    loaded = load_profile(config, stored, activations)
     write_profile(loaded, folder.profile)
     return loaded
 

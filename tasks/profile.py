@@ -27,7 +27,7 @@ def measure_profile(request: ProfileRequest, stored: Path, force: bool = False) 
     def report_progress(num_done: int, num_configs: int, config: ParallelConfig) -> None:
         logger.info("profile: %d of %d configurations measured, at %s", num_done, num_configs, config)
 
-    identity = profile_identity(request.base, request.base_model, request.tenants, request.cluster)
+    identity = profile_identity(request.base, request.base_model, request.tenants, request.cluster, request.activations)
     measured = measure(request, report_progress)
     store_profile(measured, identity, stored)
     create_markdown_artifact(profile_markdown(measured), key="profile", description="Measured profile")

@@ -7,7 +7,8 @@ from typing import Annotated, Self
 from pydantic import Field, field_validator, model_validator
 
 from data_prep.config import DatasetConfig
-from planning.config import Section
+from planning.config import ActivationRecompute, Section
+from planning.types import ActivationPolicy
 
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
@@ -171,9 +172,19 @@ class TrainingConfig(Section):
     max_nonfinite_steps: Annotated[int, Field(gt=0, title="Non-finite updates in a row before quarantine")] = 3
     max_restarts: Annotated[int, Field(ge=0, title="Fleet restarts within a run before it fails")] = 2
     max_gpu_seconds: Annotated[float | None, Field(gt=0, title="Stop, checkpointed, at this many GPU seconds")] = None
+    activation_recompute: Annotated[
+        ActivationRecompute, Field(title="Recompute activations in backward: longer chunks fit, steps take longer")
+    ] = ActivationRecompute.NONE
+    sequence_parallel: Annotated[
+        bool, Field(title="Split norms and residuals by tokens where tp > 1: longer chunks fit")
+    ] = False
     launch_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
     step_timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
 
     @property
     def allows_failures(self) -> bool:
         return self.on_tenant_error is OnTenantError.SKIP
+
+    @property
+    def activations(self) -> ActivationPolicy:
+        return ActivationPolicy(self.activation_recompute is ActivationRecompute.FULL, self.sequence_parallel)

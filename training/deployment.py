@@ -11,11 +11,13 @@ import polars as pl
 
 from data_prep.histogram import workload_arrays
 from data_prep.prepare import Outcome, PreparedTenant, TenantFailure
+from planning.analytic import TYPICAL_ACTIVATIONS
 from planning.candidates import Candidates, propose_candidates
 from planning.config import ClusterConfig, PlannerConfig, ProfileConfig, ProfileSource
-from planning.errors import InputError
+from planning.errors import InputError, ProfileError
 from planning.profile import Profile, preset_names, read_preset, read_profile
 from planning.strategies import Phase, strategy_phases
+from planning.types import ActivationPolicy
 from planning.workload import TenantWorkload, Workload
 from training.base_model import BaseModel
 from training.config import BaseModelConfig, TenantConfig
@@ -32,9 +34,26 @@ class DeploymentRequest:
     tenants: tuple[TenantConfig, ...]
     cluster: ClusterConfig
     planner: PlannerConfig
+    activations: ActivationPolicy
 
 
-def load_profile(config: ProfileConfig, stored: Path) -> Profile:
+def load_profile(config: ProfileConfig, stored: Path, activations: ActivationPolicy) -> Profile:
+    """The profile that a run plans with: as `named_profile`, and made for the run's setting of activation recompute.
+
+    Raises ProfileError where it is not: its seconds would be wrong by a forward pass.
+    """
+    profile = named_profile(config, stored, activations)
+    if profile.recompute != activations.recompute:
+        theirs, ours = ("full", "none") if profile.recompute else ("none", "full")
+        raise ProfileError(
+            f"profile {profile.name} has the seconds of activation recompute {theirs!r}, but "
+            f"training.activation_recompute is {ours!r}; set it to {theirs!r}, or set profile.source: measure and run "
+            "`lobra profile`"
+        )
+    return profile
+
+
+def named_profile(config: ProfileConfig, stored: Path, activations: ActivationPolicy = TYPICAL_ACTIVATIONS) -> Profile:
     """The profile that the run file names; `stored` is where a measured one would lie.
 
     Raises InputError (with the remedy) when a path, preset or measurement is missing.
@@ -47,7 +66,7 @@ def load_profile(config: ProfileConfig, stored: Path) -> Profile:
         case ProfileSource.PRESET:
             if config.preset is None:
                 raise InputError(f"profile.preset is missing; choose one of {', '.join(preset_names())}")
-            return read_preset(config.preset)
+            return read_preset(config.preset, activations)
         case ProfileSource.MEASURE:
             return read_stored(stored)
 
@@ -57,7 +76,9 @@ def propose(request: DeploymentRequest, profile: Profile) -> Candidates:
     adapters = [tenant.adapter for tenant in request.tenants]
     num_adapter_parameters = sum(request.base.num_adapter_parameters(a.rank, a.target_modules) for a in adapters)
     shape = request.base.shape(request.base_model.dtype)
-    return propose_candidates(shape, profile, request.cluster, request.planner, num_adapter_parameters)
+    return propose_candidates(
+        shape, profile, request.cluster, request.planner, num_adapter_parameters, request.activations
+    )
 
 
 def deploy(request: DeploymentRequest, candidates: Candidates, histogram: pl.DataFrame) -> tuple[Phase, ...]:

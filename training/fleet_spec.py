@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import Field
 
 from planning.config import Backend, Section
-from planning.types import Replica
+from planning.types import ActivationPolicy, Replica
 from training.checkpoint import Checkpoint
 from training.config import BaseModelConfig, TenantConfig
 from training.request import TrainingRequest
@@ -42,6 +42,7 @@ class FleetSpec(Section):
     step_timeout_seconds: float
     log_dir: Path
     evaluation_paths: dict[str, Path] = Field(default_factory=dict)
+    activations: ActivationPolicy = ActivationPolicy()
 
     @property
     def world_size(self) -> int:
@@ -66,6 +67,7 @@ def fleet_spec_for(
         backend=request.cluster.backend,
         step_timeout_seconds=request.training.step_timeout_seconds,
         log_dir=request.files.logs,
+        activations=request.training.activations,
     )
 
 

@@ -2,7 +2,8 @@
 
 Ranks that hold the same slices (see `layout.reduction_sets`) share one process group and one flat buffer, so a step
 costs one all-reduce per set. Tensors replicated over tensor parallelism have the same gradient on every
-tensor-parallel rank; only tensor-parallel rank 0 contributes it. Groups depend on the layout alone, never on tenants
+tensor-parallel rank, of which only rank 0 contributes; with sequence parallelism each rank has that of its own tokens,
+and all contribute. Groups depend on the layout alone, never on tenants
 or on how many chunks a replica had: no rank can wait for one that has nothing to do.
 """
 
@@ -45,8 +46,8 @@ class GradientSync:
 
     @property
     def contributes_replicated(self) -> bool:
-        """Whether this rank's gradients of replicated tensors count; its tensor-parallel peers have the same ones."""
-        return self.stage.tp_rank == 0
+        """Whether this rank's gradients of replicated tensors count: unless its tensor-parallel peers have the same."""
+        return self.stage.tp_rank == 0 or self.stage.splits_tokens
 
     def _slices(self, adapter: Adapter, keys: set[SliceKey]) -> Iterator[Tensor]:
         """Flat gradient views of an adapter's slices in one set, in the order that every holder shares."""

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from planning.types import Replica
+from planning.types import ActivationPolicy, Replica
 from training.base_model import BaseModel
 
 REPLICATED = -1
@@ -102,6 +102,7 @@ class Stage:
     layout: FleetLayout
     rank: int
     device: str
+    activations: ActivationPolicy
 
     @cached_property
     def position(self) -> RankPosition:
@@ -118,3 +119,8 @@ class Stage:
     @property
     def tp_rank(self) -> int:
         return self.position.tp_rank
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether tensor-parallel peers hold different tokens between the layers' linears (sequence parallelism)."""
+        return self.activations.sequence_parallel and self.tp > 1

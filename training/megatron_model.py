@@ -20,19 +20,22 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from data_prep.collate import CollatedChunk
+from data_prep.collate import CollatedChunk, padded_to_multiple
 from training.adapters import Adapter
 from training.attention import CausalAttention, FrozenRMSNorm
 from training.layout import FleetLayout, Stage
 from training.loss import vocab_parallel_cross_entropy
+from training.low_rank import LowRankExchange, Spans, packed_spans, padded_spans
 from training.megatron_cpu import run_megatron_on_cpu
-from training.multi_lora import FUSED_TARGETS, FusedLayer, MultiLoraLinear, Spans
+from training.multi_lora import FUSED_TARGETS, FusedLayer, MultiLoraLinear
 from training.weights import StageWeights, padded_vocab_size
 
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -91,11 +94,16 @@ class ReplicaModel:
     def __init__(self, stage: Stage, groups: ReplicaGroups, adapters: dict[str, Adapter], dtype: str) -> None:
         if stage.device == "cpu":
             run_megatron_on_cpu()
+        else:  # nothing is drawn, but sequence parallelism enters a named random state at the embedding
+            model_parallel_cuda_manual_seed(0, tp_rank=stage.tp_rank, ep_rank=0, etp_rank=0)
         self.stage = stage
         self.groups = groups
         self.model = _build_frozen_model(stage, groups, TORCH_DTYPES[dtype]).to(stage.device)
         _load_stage(self.model, StageWeights(stage).stage_tensors())
         _wrap_linears(self.model, stage, adapters, groups.tp)
+        if stage.activations.recompute and stage.position.is_first_stage:
+            # A recomputed layer's output needs a gradient only if its input does; the frozen embedding's does not.
+            self.model.embedding.register_forward_hook(lambda _module, _args, output: output.requires_grad_(True))
         self.model.train()
         self.vocab_size = stage.base.vocab_size
         columns = padded_vocab_size(stage.base, stage.tp) // stage.tp
@@ -115,7 +123,9 @@ class ReplicaModel:
         for report in reports:
             for tenant, loss in report.items():
                 losses[tenant] = losses[tenant] + loss if tenant in losses else loss
-        return {tenant: loss.item() for tenant, loss in losses.items()}
+        if not losses:
+            return {}
+        return dict(zip(losses, torch.stack(list(losses.values())).tolist(), strict=True))  # waits for the GPU once
 
     @torch.no_grad()
     def logits(self, chunk: CollatedChunk) -> Tensor | None:
@@ -132,11 +142,13 @@ class ReplicaModel:
             return self._forward(next(chunks), model), keep
 
         self._schedule([chunk], forward_step, forward_only=True, collect_non_loss_data=True)
-        return collected[0] if collected else None
+        return collected[0][:, : chunk.tokens_BT.shape[1]] if collected else None
 
     def _schedule(self, chunks, forward_step, **options) -> list:
         if self._communicator is not None:
             options["p2p_communicator"] = self._communicator
+        if self.stage.splits_tokens:
+            chunks = [padded_to_multiple(chunk, self.stage.tp) for chunk in chunks]
         return get_forward_backward_func(self.groups.pp.size(), None)(
             forward_step_func=forward_step,
             data_iterator=iter(chunks),
@@ -150,7 +162,7 @@ class ReplicaModel:
 
     def _forward(self, chunk: CollatedChunk, model: GPTModel) -> Tensor:
         tokens = torch.from_numpy(chunk.tokens_BT).to(self.stage.device)
-        return model(tokens, None, None, packed_seq_params=_chunk_params(chunk, self.stage.device))
+        return model(tokens, None, None, packed_seq_params=_chunk_params(chunk, self.stage))
 
     def _forward_step(self, chunks: Iterator[CollatedChunk], model: GPTModel):
         chunk = next(chunks)
@@ -174,20 +186,22 @@ class ReplicaModel:
         return output, weighted_loss
 
 
-def _chunk_params(chunk: CollatedChunk, device: str) -> LoraChunkParams:
+def _chunk_params(chunk: CollatedChunk, stage: Stage) -> LoraChunkParams:
     """Spans and, for a packed chunk, segment borders: with them rope starts anew in every segment."""
     if chunk.segments is None:
         length = chunk.tokens_BT.shape[1]
-        return LoraChunkParams("sbhd", max_seqlen_q=length, max_seqlen_kv=length, spans=Spans(1, chunk.spans))
-    ends = torch.tensor([0, *accumulate(chunk.segments)], dtype=torch.int32, device=device)
+        return LoraChunkParams("sbhd", max_seqlen_q=length, max_seqlen_kv=length, spans=padded_spans(chunk.spans))
+    # Rope turns them into numbers of the host in every layer: on the GPU each of those would wait for all before it.
+    ends = torch.tensor([0, *accumulate(chunk.segments)], dtype=torch.int32)
     longest = max(chunk.segments)
+    num_shards, shard = (stage.tp, stage.tp_rank) if stage.splits_tokens else (1, 0)
     return LoraChunkParams(
         qkv_format="thd",
         cu_seqlens_q=ends,
         cu_seqlens_kv=ends,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        spans=Spans(0, chunk.spans),
+        spans=packed_spans(chunk.spans, num_shards, shard),
         segments=chunk.segments,
     )
 
@@ -212,6 +226,8 @@ def _build_frozen_model(stage: Stage, groups: ReplicaGroups, dtype: torch.dtype)
         attention_dropout=0.0,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        sequence_parallel=stage.splits_tokens,
+        **(FULL_RECOMPUTE if stage.activations.recompute else {}),
         use_cpu_initialization=True,
         perform_initialization=False,
         params_dtype=dtype,
@@ -271,7 +287,9 @@ def _wrap_linears(model: GPTModel, stage: Stage, adapters: dict[str, Adapter], t
         wrapped = []
         for kind in FUSED_TARGETS:
             parent = module.self_attention if kind in ("linear_qkv", "linear_proj") else module.mlp
-            linear = MultiLoraLinear(getattr(parent, kind), FusedLayer(kind, layer, stage.base, tp_group), adapters)
+            place = FusedLayer(kind, layer, stage)
+            exchange = LowRankExchange(tp_group, place.row_parallel, stage.splits_tokens)
+            linear = MultiLoraLinear(getattr(parent, kind), place, exchange, adapters)
             setattr(parent, kind, linear)
             wrapped.append(linear)
 

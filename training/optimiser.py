@@ -79,7 +79,8 @@ class JointOptimiser:
         Collective over the world, in the order of the tenants' names.
         """
         tenants = sorted(learning_rates)
-        statistics = torch.stack([self._statistics(self.optimisers[tenant].adapter) for tenant in tenants])
+        own = [self._statistics(self.optimisers[tenant].adapter) for tenant in tenants]
+        statistics = torch.stack(own).cpu()  # the only wait for the GPU
         dist.all_reduce(statistics, group=self.control_group)
         reports = {}
         for tenant, (square_sum, num_nonfinite) in zip(tenants, statistics.tolist(), strict=True):
@@ -92,12 +93,12 @@ class JointOptimiser:
 
     def _statistics(self, adapter: Adapter) -> torch.Tensor:
         """[sum of squares that this rank contributes, non-finite values], float64."""
-        square_sum = torch.zeros((), dtype=torch.float64)
-        num_nonfinite = torch.zeros((), dtype=torch.float64)
+        square_sum = torch.zeros((), dtype=torch.float64, device=self.stage.device)
+        num_nonfinite = torch.zeros((), dtype=torch.float64, device=self.stage.device)
         for key, parameter in adapter.parameters.items():
             gradient = parameter.grad
-            num_nonfinite += (~torch.isfinite(gradient)).sum().cpu()
+            num_nonfinite += (~torch.isfinite(gradient)).sum()
             is_split = adapter.place(key).is_split
             if self.stage.position.replica.index == 0 and (is_split or self.stage.tp_rank == 0):
-                square_sum += gradient.double().square().sum().cpu()
+                square_sum += gradient.double().square().sum()
         return torch.stack([square_sum.nan_to_num(0.0, 0.0, 0.0), num_nonfinite])

@@ -5,13 +5,15 @@ long. A step is forward and backward, gradient sync and update, as in training: 
 busy seconds is the step's overhead.
 """
 
+import bisect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._profiler import _EventType, _ProfilerEvent
 from torch.profiler import ProfilerActivity, profile
 
 from data_prep.collate import CollatedChunk, TenantSpan
@@ -57,9 +59,9 @@ def run_probe(worker: "Worker", probe: Probe) -> dict[str, float]:
 
     dist.barrier()
     start = time.perf_counter()
-    peak_bytes = 0
+    peak = 0
     if probe.measures_memory:
-        peak_bytes = _cuda_peak_bytes(compute) if is_cuda else _cpu_peak_bytes(compute)
+        peak = _cuda_peak_bytes(compute) if is_cuda else _cpu_peak_bytes(compute)
     else:
         compute()
     busy_seconds = time.perf_counter() - start
@@ -68,7 +70,7 @@ def run_probe(worker: "Worker", probe: Probe) -> dict[str, float]:
     return {
         "replica": worker.stage.position.replica.index,
         "busy_seconds": busy_seconds,
-        "peak_bytes": peak_bytes,
+        "peak_bytes": peak,
     }
 
 
@@ -102,10 +104,41 @@ def _cuda_peak_bytes(compute: Callable[[], None]) -> int:
 def _cpu_peak_bytes(compute: Callable[[], None]) -> int:
     """The CPU allocator keeps no peak, and the resident set shows the heap's fragments rather than the tensors.
 
-    So the profiler's records of every allocation and release are summed in their order.
+    So the profiler's records of every allocation and release are followed in their order.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         compute()
-    records = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = np.cumsum([event.nbytes() for event in sorted(records, key=lambda event: event.start_ns())])
-    return int(held.max(initial=0))
+    events = _allocations(profiled.profiler.kineto_results.experimental_event_tree())
+    fields = [event.extra_fields for event in sorted(events, key=lambda event: event.start_time_ns)]
+    return peak_bytes([(entry.ptr, entry.alloc_size) for entry in fields])
+
+
+def _allocations(events: Iterable[_ProfilerEvent]) -> Iterator[_ProfilerEvent]:
+    for event in events:
+        if event.tag == _EventType.Allocation:
+            yield event
+        yield from _allocations(event.children)
+
+
+def peak_bytes(records: Iterable[tuple[int, int]]) -> int:
+    """Most bytes held at a time, from (address, bytes) of allocations and, with negative bytes, releases in order.
+
+    What gloo's threads release is not recorded; it ends where its memory is given out again.
+    """
+    addresses: list[int] = []  # sorted
+    sizes: dict[int, int] = {}
+    held = peak = 0
+    for address, size in records:
+        if size > 0:
+            first = bisect.bisect_left(addresses, address)
+            if first and addresses[first - 1] + sizes[addresses[first - 1]] > address:
+                first -= 1
+            last = bisect.bisect_left(addresses, address + size)
+            held += size - sum(sizes.pop(ended) for ended in addresses[first:last])
+            addresses[first:last] = [address]
+            sizes[address] = size
+            peak = max(peak, held)
+        elif address in sizes:
+            held -= sizes.pop(address)
+            del addresses[bisect.bisect_left(addresses, address)]
+    return peak

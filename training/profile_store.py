@@ -23,7 +23,7 @@ from data_prep.files import replace_atomically
 from planning.config import Backend, ClusterConfig
 from planning.errors import InputError
 from planning.profile import Profile, read_profile, write_profile
-from planning.types import ModelShape
+from planning.types import ActivationPolicy, ModelShape
 from training.base_model import BaseModel
 from training.config import BaseModelConfig, TenantConfig
 from training.profile_fit import MeasuredProfile
@@ -43,6 +43,7 @@ class ProfileIdentity:
     num_cores: int | None
     num_ranks: int
     target_modules: tuple[str, ...]
+    activations: ActivationPolicy
 
     @property
     def key(self) -> str:
@@ -55,7 +56,11 @@ def identity_key(content: dict[str, object]) -> str:
 
 
 def profile_identity(
-    base: BaseModel, base_model: BaseModelConfig, tenants: tuple[TenantConfig, ...], cluster: ClusterConfig
+    base: BaseModel,
+    base_model: BaseModelConfig,
+    tenants: tuple[TenantConfig, ...],
+    cluster: ClusterConfig,
+    activations: ActivationPolicy,
 ) -> ProfileIdentity:
     """The identity of a profile that this machine would measure."""
     gpu = gpu_name(cluster.backend)
@@ -67,6 +72,7 @@ def profile_identity(
         num_cores=None if gpu else len(os.sched_getaffinity(0)),
         num_ranks=cluster.num_gpus,
         target_modules=tuple(sorted({target for tenant in tenants for target in tenant.adapter.target_modules})),
+        activations=activations,
     )
 
 
@@ -181,7 +187,7 @@ def _others(path: Path) -> str:
     found = [_measured_for(report) for report in sorted(path.parent.glob("*.report.json"))]
     shown = [
         f"{entry['hardware']}, {entry['num_cores'] or 'all'} cores, {entry['num_ranks']} ranks, {entry['dtype']}, "
-        f"{'/'.join(entry['target_modules'])}"
+        f"{'/'.join(entry['target_modules'])}, {ActivationPolicy(**entry.get('activations', {}))}"
         for entry in found
         if entry
     ]

@@ -23,7 +23,7 @@ from planning.candidates import Candidates, propose_candidates
 from planning.config import Batching, ClusterConfig, PlannerConfig
 from planning.memory import bytes_per_token
 from planning.profile import LayerCost, MeasuredConfig, Profile
-from planning.types import Candidate, ModelShape, ParallelConfig, ReplicaGroup, replicas_of
+from planning.types import ActivationPolicy, Candidate, ModelShape, ParallelConfig, ReplicaGroup, replicas_of
 from training.base_model import BaseModel
 from training.config import BaseModelConfig, TenantConfig
 from training.fleet import Fleet, FleetError
@@ -54,6 +54,7 @@ class ProfileRequest:
     tenants: tuple[TenantConfig, ...]
     cluster: ClusterConfig
     planner: PlannerConfig
+    activations: ActivationPolicy
     histogram: pl.DataFrame
     log_dir: Path
 
@@ -92,7 +93,9 @@ def measurable(request: ProfileRequest) -> Candidates:
     anything = Profile("any", "not measured", request.base.num_layers, cost)
     adapters = [tenant.adapter for tenant in request.tenants]
     num_adapter_parameters = sum(request.base.num_adapter_parameters(a.rank, a.target_modules) for a in adapters)
-    return propose_candidates(request.shape, anything, request.cluster, request.planner, num_adapter_parameters)
+    return propose_candidates(
+        request.shape, anything, request.cluster, request.planner, num_adapter_parameters, request.activations
+    )
 
 
 def is_complete(request: ProfileRequest, profile: Profile) -> bool:
@@ -126,8 +129,9 @@ def measure_profile(
             config: MeasuredConfig(factor, overhead_seconds[config], _peak_bytes_per_token(timings, config))
             for config, factor in fit.stage_factors.items()
         },
+        recompute=request.activations.recompute,
     )
-    modelled = {candidate.config: bytes_per_token(request.shape, candidate.config) for candidate in candidates}
+    modelled = {c.config: bytes_per_token(request.shape, c.config, request.activations) for c in candidates}
     return MeasuredProfile(profile, fit, modelled)
 
 
@@ -235,6 +239,7 @@ def _spec(request: ProfileRequest, config: ParallelConfig) -> FleetSpec:
         backend=request.cluster.backend,
         step_timeout_seconds=PROBE_TIMEOUT_SECONDS,
         log_dir=request.log_dir / f"tp{config.tp}-pp{config.pp}",
+        activations=request.activations,
     )
 
 

@@ -48,7 +48,7 @@ class Worker:
         self.rank = rank
         base = read_base_model(spec.base_model)
         layout = FleetLayout(spec.replicas, base.num_layers)
-        self.stage = Stage(base, layout, rank, device)
+        self.stage = Stage(base, layout, rank, device, spec.activations)
         groups = create_replica_groups(layout, rank, dist.get_backend())
         control_group = dist.group.WORLD if device == "cpu" else dist.new_group(backend="gloo")
         self.optimisers = {tenant.name: _tenant_optimiser(spec, tenant, self.stage) for tenant in spec.tenants}

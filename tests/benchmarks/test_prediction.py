@@ -99,7 +99,7 @@ class LoneRank:
 
     def __init__(self, request: ProfileRequest) -> None:
         replica = Replica(0, ParallelConfig(1, 1), 0)
-        stage = Stage(request.base, FleetLayout((replica,), request.base.num_layers), 0, "cpu")
+        stage = Stage(request.base, FleetLayout((replica,), request.base.num_layers), 0, "cpu", request.activations)
         self.adapters = {
             tenant.name: Adapter(
                 tenant.name, tenant.adapter, stage, lambda key, tenant=tenant: initial_tensor(request.base, tenant, key)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from data_prep.collate import TenantSpan, collate
+from data_prep.collate import TenantSpan, collate, padded_to_multiple
 from data_prep.token_file import TokenFile, write_token_file
 from data_prep.types import EncodedSequence
 from planning.errors import LobraError
@@ -33,6 +33,18 @@ def test_a_chunk_is_grouped_by_tenant_padded_and_weighted_at_the_position_that_p
     assert collated.weights_BT.tolist() == [[0.5, 0, 0, 0, 0, 0], [0, 0.5, 0.5, 0, 0, 0], [0.25, 0, 0, 0.25, 0, 0]]
     assert (collated.tokens_BT.dtype, collated.labels_BT.dtype) == (np.int64, np.int64)
     assert collated.weights_BT.dtype == np.float32
+
+
+def test_added_tokens_count_for_nobody_and_are_a_segment_of_their_own(token_files):
+    padded = padded_to_multiple(collate(chunk(("bob", 0), ("ann", 1)), token_files, WEIGHTS), 4)
+    assert padded.tokens_BT.tolist() == [[15, 16, 0, 0, 0, 0, 0, 0], [21, 22, 23, 24, 25, 0, 0, 0]]
+    assert padded.weights_BT.tolist() == [[0.5, 0, 0, 0, 0, 0, 0, 0], [0.25, 0, 0, 0.25, 0, 0, 0, 0]]
+    assert padded.spans == (TenantSpan("ann", 0, 1), TenantSpan("bob", 1, 1))
+    packed = padded_to_multiple(collate(chunk(("bob", 0), ("ann", 1), padded_tokens=None), token_files, WEIGHTS), 4)
+    assert packed.segments == (2, 5, 1)
+    assert packed.spans == (TenantSpan("ann", 0, 2), TenantSpan("bob", 2, 6))
+    assert packed.weights_BT[0, -1] == 0
+    assert padded_to_multiple(packed, 4) is packed
 
 
 def test_a_packed_chunk_puts_sequences_end_to_end_and_never_labels_across_their_borders(token_files):

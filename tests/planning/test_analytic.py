@@ -9,7 +9,7 @@ from planning.deployment import plan_deployment
 from planning.errors import PlanInfeasibleError
 from planning.length_models import LengthFamily, length_model, modelled_tenant
 from planning.profile import preset_names, read_preset
-from planning.types import ParallelConfig
+from planning.types import ActivationPolicy, ParallelConfig
 from planning.workload import Workload
 
 
@@ -26,6 +26,21 @@ def test_every_analytic_preset_is_listed_and_says_that_it_is_unvalidated() -> No
         profile = read_preset(name)
         assert "unvalidated" in profile.caveat
         assert profile.max_chunk_tokens
+
+
+def test_recompute_costs_a_third_pass_and_holds_more() -> None:
+    name = "llama2_7b_a100_80gb_analytic"
+    kept, recomputed = read_preset(name), read_preset(name, ActivationPolicy(recompute=True, sequence_parallel=True))
+    assert recomputed.recompute
+    for tp, cost in kept.layer_cost_by_tp.items():
+        again = recomputed.layer_cost_by_tp[tp]
+        assert again.fixed_seconds == pytest.approx(1.5 * cost.fixed_seconds)
+        assert again.seconds_per_token == pytest.approx(1.5 * cost.seconds_per_token)
+        assert again.seconds_per_token2 == pytest.approx(9 / 7 * cost.seconds_per_token2)
+    assert kept.max_chunk_tokens is not None
+    assert recomputed.max_chunk_tokens is not None
+    for config, tokens in kept.max_chunk_tokens.items():
+        assert recomputed.max_chunk_tokens[config] > tokens
 
 
 def test_a_faster_gpu_and_more_memory_never_hurt() -> None:

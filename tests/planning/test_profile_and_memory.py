@@ -1,12 +1,13 @@
 """Reading profiles, and the memory model against the chunk sizes that the paper's authors measured."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from planning.errors import InputError, ProfileError
-from planning.memory import max_chunk_tokens
+from planning.memory import bytes_per_token, max_chunk_tokens
 from planning.profile import (
     LayerCost,
     MeasuredConfig,
@@ -16,7 +17,7 @@ from planning.profile import (
     read_profile,
     write_profile,
 )
-from planning.types import ModelShape, ParallelConfig
+from planning.types import ActivationPolicy, ModelShape, ParallelConfig
 
 GIB = 2**30
 
@@ -108,6 +109,21 @@ def test_memory_of_a_hand_sized_model() -> None:
     assert max_chunk_tokens(shape, ParallelConfig(1, 1), int(room / 0.9) - 1, 25) == 2
     assert max_chunk_tokens(shape, ParallelConfig(1, 1), int(room / 0.9) + 1, 25, 900.0) == 2  # a higher measured peak
     assert max_chunk_tokens(shape, ParallelConfig(1, 1), int(room / 0.9) + 1, 25, 300.0) == 3  # a lower one
+
+
+def test_recompute_keeps_a_layers_input_and_one_layer_or_the_logits() -> None:
+    # the same model: a layer 4 * (4*4 + (2*2 + 2*1)*2 + 4*8) = 240 bytes, its input 4 * 4 = 16, logits 4 * 4*10 = 160
+    shape, recompute = ModelShape(2, 4, 8, 2, 1, 2, 10), ActivationPolicy(recompute=True)
+    assert bytes_per_token(shape, ParallelConfig(1, 1), recompute) == 2 * 16 + 2 * 240
+    many_words = replace(shape, vocab_size=1000)
+    assert bytes_per_token(many_words, ParallelConfig(1, 1), recompute) == 2 * 16 + 16_000
+
+
+def test_sequence_parallel_splits_what_lies_between_the_linears() -> None:
+    shape, split = ModelShape(2, 4, 8, 2, 1, 2, 10), ActivationPolicy(sequence_parallel=True)
+    whole = bytes_per_token(shape, ParallelConfig(2, 1))
+    assert whole - bytes_per_token(shape, ParallelConfig(2, 1), split) == 2 * 4 * (4 * 4) / 2
+    assert bytes_per_token(shape, ParallelConfig(1, 1)) == bytes_per_token(shape, ParallelConfig(1, 1), split)
 
 
 def test_nothing_fits_where_the_weights_do_not(llama_7b: ModelShape) -> None:

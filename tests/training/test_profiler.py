@@ -8,17 +8,18 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
+from pydantic import ValidationError
 
 from data_prep.config import DatasetConfig
 from planning.candidates import propose_candidates
 from planning.config import Backend, Batching, ClusterConfig, PlannerConfig, ProfileConfig, ProfileSource
-from planning.errors import InputError, LobraError
-from planning.profile import LayerCost, read_profile
-from planning.types import ParallelConfig
+from planning.errors import InputError, LobraError, ProfileError
+from planning.profile import LayerCost, read_profile, write_profile
+from planning.types import ActivationPolicy, ParallelConfig
 from training.base_model import read_base_model
-from training.config import AdapterConfig, BaseModelConfig, TenantConfig
+from training.config import AdapterConfig, BaseModelConfig, TenantConfig, TrainingConfig
 from training.deployment import load_profile
-from training.probe import Probe, random_chunk
+from training.probe import Probe, peak_bytes, random_chunk
 from training.profile_fit import ChunkTiming, MeasuredProfile, fit_cost
 from training.profile_store import ProfileIdentity, profile_identity, read_report, store_profile, stored_path
 from training.profiler import ProfileRequest, is_complete, measurable, measure_profile, owners_at, probe_grid
@@ -74,6 +75,12 @@ def test_times_that_do_not_grow_with_the_tokens_are_refused() -> None:
         fit_cost(flat, NUM_LAYERS)
 
 
+def test_peak_bytes_end_what_was_released_unseen_where_its_memory_is_given_out_again() -> None:
+    assert peak_bytes([(100, 50), (200, 30), (100, -50), (300, 60), (999, -5)]) == 90
+    assert peak_bytes([(100, 50), (200, 30), (120, 20), (190, 100)]) == 120  # overlap 100..150, then 200..230
+    assert peak_bytes([]) == 0
+
+
 @pytest.mark.parametrize("batching", list(Batching))
 def test_owners_take_turns_over_the_sequences_and_chunks_of_a_probe(batching: Batching) -> None:
     probe = Probe(num_sequences=2, length=8, batching=batching, num_chunks=2, owners=("c", "b", "a"))
@@ -104,6 +111,7 @@ def request_for(base_model_folder: Callable[[str], Path], tmp_path_factory: pyte
         tenants=tenants,
         cluster=ClusterConfig(num_gpus=2, memory_per_gpu_gib=0.015, backend=Backend.GLOO),
         planner=PlannerConfig(max_pp=1),
+        activations=ActivationPolicy(),
         histogram=pl.DataFrame(
             {
                 "tenant": ["tenant-2", "tenant-8", "tenant-8"],
@@ -180,7 +188,7 @@ def test_a_profile_is_incomplete_for_a_run_that_may_use_more_configurations(
 
 
 def identity(request: ProfileRequest) -> ProfileIdentity:
-    return profile_identity(request.base, request.base_model, request.tenants, request.cluster)
+    return profile_identity(request.base, request.base_model, request.tenants, request.cluster, request.activations)
 
 
 def test_a_stored_profile_is_read_back_with_its_rows_and_report(
@@ -188,7 +196,7 @@ def test_a_stored_profile_is_read_back_with_its_rows_and_report(
 ) -> None:
     path = stored_path(tmp_path, request_for.base_model, identity(request_for))
     store_profile(measured, identity(request_for), path)
-    profile = load_profile(ProfileConfig(source=ProfileSource.MEASURE), path)
+    profile = load_profile(ProfileConfig(source=ProfileSource.MEASURE), path, request_for.activations)
     assert profile.measured == measured.profile.measured
     assert profile.layer_cost_by_tp.keys() == {1, 2}
     rows = pl.read_parquet(path.with_suffix(".parquet"))
@@ -208,6 +216,8 @@ def test_a_stored_profile_is_read_back_with_its_rows_and_report(
         {"dtype": "bfloat16"},
         {"target_modules": ("q_proj",)},
         {"architecture": "qwen2"},
+        {"activations": ActivationPolicy(recompute=True)},
+        {"activations": ActivationPolicy(sequence_parallel=True)},
     ],
 )
 def test_a_profile_of_another_machine_or_model_is_refused_with_the_remedy(
@@ -221,9 +231,30 @@ def test_a_profile_of_another_machine_or_model_is_refused_with_the_remedy(
     config = ProfileConfig(source=ProfileSource.MEASURE)
     ours = stored_path(tmp_path, request_for.base_model, here)
     with pytest.raises(InputError, match=r"lobra profile RUN\.yaml") as refusal:
-        load_profile(config, ours)
+        load_profile(config, ours, request_for.activations)
     assert elsewhere.hardware in str(refusal.value)  # says which profiles there are
     for suffix in (".json", ".report.json"):
         shutil.copy(theirs.with_suffix(suffix), ours.with_suffix(suffix))
     with pytest.raises(InputError, match="was not measured for this model, machine and fleet"):
-        load_profile(config, ours)
+        load_profile(config, ours, request_for.activations)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("none", "full"), ("full", "none")])
+def test_a_profile_without_the_runs_activation_recompute_is_refused_with_the_remedy(
+    measured: MeasuredProfile, tmp_path: Path, theirs: str, ours: str
+) -> None:
+    path = tmp_path / "mine.json"
+    write_profile(replace(measured.profile, recompute=theirs == "full"), path)
+    config = ProfileConfig(source=ProfileSource.FILE, path=path)
+    load_profile(config, Path(), ActivationPolicy(recompute=theirs == "full"))
+    with pytest.raises(ProfileError, match=f"training.activation_recompute is '{ours}'.*lobra profile"):
+        load_profile(config, Path(), ActivationPolicy(recompute=ours == "full"))
+
+
+def test_settings_of_activations_are_checked() -> None:
+    training = TrainingConfig(activation_recompute="full", sequence_parallel=True)
+    assert training.activations == ActivationPolicy(recompute=True, sequence_parallel=True)
+    assert TrainingConfig().activations == ActivationPolicy()
+    for wrong in ({"activation_recompute": "selective"}, {"sequence_parallel": "often"}):
+        with pytest.raises(ValidationError):
+            TrainingConfig.model_validate(wrong)
