@@ -26,7 +26,7 @@ from planning.workload import Workload
 
 NUM_RANKED = 8  # plans that the integer dispatcher runs
 NUM_RANKED_SMALL = 30  # where a step is a handful of sequences, whose grain the programs do not see
-NUM_NEIGHBOURS_RANKED = 16
+NUM_NEIGHBOURS_RANKED = 8
 NUM_CLIMBS = 3
 WORTH_RANKING = 0.05  # plans whose expected step is longer by more than this are not run; a heuristic, to save time
 
