@@ -37,6 +37,9 @@ def run(
         Path | None, typer.Option(help="Run folder; default runs/<name>. Resumes what lies there")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start anew; an old run folder is kept, renamed")] = False,
+    replan: Annotated[
+        bool, typer.Option("--replan", help="Resume on a new plan; cluster, planner and profile may have changed")
+    ] = False,
 ) -> None:
     """Run a joint fine-tuning from data files to adapters."""
     from flows.config import read_run_file
@@ -55,7 +58,7 @@ def run(
     from tasks.summary import is_success
 
     with prefect_server():
-        summary = finetune(run=config, run_dir=folder, fresh=fresh)
+        summary = finetune(run=config, run_dir=folder, fresh=fresh, replan=replan)
     console.print(summary_table(summary))
     console.print(f"Run folder: {folder}")
     console.print(f"Compare in MLflow: mlflow ui --backend-store-uri {config.tracking.mlflow_uri}", soft_wrap=True)
@@ -185,8 +188,12 @@ def validate(run_file: RunFile) -> None:
     config = read_run_file(run_file)
     checked = preview(config, check_run(config, run_file))
     phases = checked.plan()  # refuses sequences that no replica holds
-    console.print(validation_table(checked))
-    console.print(f"All lengths fit; the run would use the plan {describe(phases)}.")
+    estimate = checked.estimate(phases)
+    console.print(validation_table(checked, estimate))
+    console.print(
+        f"All lengths fit; the run would use the plan {describe(phases)} and cost about "
+        f"{sum(estimate.values()):.4g} GPU seconds."
+    )
     if checked.failures:
         raise typer.Exit(1)
 

@@ -37,13 +37,14 @@ from training.request import TrainingFiles, TrainingRequest
 
 
 @flow(name="finetune", flow_run_name="{run.name}", validate_parameters=True)
-def finetune(run: RunConfig, run_dir: Path | None = None, fresh: bool = False) -> dict[str, Any]:
+def finetune(run: RunConfig, run_dir: Path | None = None, fresh: bool = False, replan: bool = False) -> dict[str, Any]:
     """Train all tenants of a run jointly and publish their adapters; returns the content of summary.json.
 
-    Without `run_dir` the folder is runs/<flow run id>, so that a retry of the flow run resumes.
+    Without `run_dir` the folder is runs/<flow run id>, so that a retry of the flow run resumes. `replan` has a resumed
+    run planned anew, perhaps on another cluster; its adapters stay within the numerics contract.
     """
     base = check_run(run)
-    with open_run_folder(run_dir or Path("runs") / str(flow_run.id), resolved(run), fresh) as folder:
+    with open_run_folder(run_dir or Path("runs") / str(flow_run.id), resolved(run), fresh, replan) as folder:
         check_free_disk(run.tenants, base, run.training, run.data.cache_dir, folder.path)
         freeze_initial_adapters(run.tenants, folder)
         requests = prepare_requests(run, base, folder.path)

@@ -10,7 +10,7 @@ from flows.config import RunConfig
 from planning.candidates import Candidates
 from planning.strategies import Phase
 from training.base_model import BaseModel, read_base_model
-from training.deployment import DeploymentRequest, deploy, load_profile, propose, split_outcomes
+from training.deployment import DeploymentRequest, deploy, estimate, load_profile, propose, split_outcomes
 from training.profile_store import profile_identity, stored_path
 
 
@@ -31,6 +31,10 @@ class Preview:
     def plan(self) -> tuple[Phase, ...]:
         """The phases that the run would train, with their deployment plans."""
         return deploy(self.request, self.candidates, measure_lengths(self.prepared))
+
+    def estimate(self, phases: Sequence[Phase]) -> dict[str, float]:
+        """GPU seconds that the run would cost each tenant."""
+        return estimate(self.request, self.candidates, measure_lengths(self.prepared), phases)
 
 
 def preview(run: RunConfig, base: BaseModel, on_done: Callable[[Outcome], None] | None = None) -> Preview:

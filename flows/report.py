@@ -12,7 +12,7 @@ from planning.types import DeploymentPlan
 from tasks.comparison import LEGEND, adapters_line, cost_table, loss_table
 from tasks.disk import shown_bytes
 from tasks.gc import Removal
-from tasks.summary import shown, shown_evaluation
+from tasks.summary import shown, shown_estimate, shown_evaluation
 from training.profile_store import read_report
 
 
@@ -61,14 +61,21 @@ def profile_tables(stored: Path) -> list[Table | str]:
     return [costs, configurations, error]
 
 
-def validation_table(preview: Preview) -> Table:
-    """Every tenant's rows, tokens and rejects, or why it cannot be trained."""
-    table = Table("tenant", "rows", "tokens", "rejected", "reasons", title=f"Run {preview.run.name}")
+def validation_table(preview: Preview, estimate: Mapping[str, float]) -> Table:
+    """Every tenant's rows, tokens, expected cost and rejects, or why it cannot be trained."""
+    headings = ("tenant", "rows", "tokens", "GPU seconds", "rejected", "reasons")
+    table = Table(*headings, title=f"Run {preview.run.name}")
     for tenant in preview.prepared:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(tenant.reject_reasons.items()))
-        table.add_row(tenant.tenant, str(tenant.num_rows), str(tenant.num_tokens), str(tenant.num_rejects), reasons)
+        counts = (
+            str(tenant.num_rows),
+            str(tenant.num_tokens),
+            f"{estimate[tenant.tenant]:.4g}",
+            str(tenant.num_rejects),
+        )
+        table.add_row(tenant.tenant, *counts, reasons)
     for failure in preview.failures:
-        table.add_row(failure.tenant, "-", "-", "-", failure.reason)
+        table.add_row(failure.tenant, "-", "-", "-", "-", failure.reason)
     return table
 
 
@@ -83,7 +90,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     table = Table(*headings, Column("adapter", overflow="fold"), title=title)
     for name, tenant in summary["tenants"].items():
         losses = f"{shown(tenant['first_loss'])} -> {shown(tenant['last_loss'])}"
-        cost = f"{tenant['gpu_seconds']:.1f}"
+        cost = f"{tenant['gpu_seconds']:.1f}, estimated {shown_estimate(tenant)}"
         where = tenant["adapter_path"] or tenant["reason"]
         evaluation = [shown_evaluation(tenant)] * is_evaluated
         table.add_row(name, tenant["status"], losses, *evaluation, str(tenant["tokens"]), cost, where)

@@ -28,6 +28,11 @@ def tenant_shares(
     return {tenant: gpu_seconds[tenant] / total for tenant in sorted(gpu_seconds)}
 
 
+def step_overhead_seconds(replicas: Sequence[Replica], candidates: Mapping[ParallelConfig, Candidate]) -> float:
+    """Seconds of a step beside its chunks: sync, update and messages, as long as the slowest replica's."""
+    return max(candidates[replica.config].step_overhead_seconds for replica in replicas)
+
+
 def imbalance(busy_seconds: Sequence[float]) -> float:
     """Longest busy time / mean - 1 over the replicas; 0 when all are idle."""
     mean = sum(busy_seconds) / len(busy_seconds)

@@ -1,5 +1,6 @@
 """Prefect tasks of planning: the profile, and the deployment plan. Both are frozen in the run folder."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import polars as pl
@@ -14,7 +15,7 @@ from planning.profile import Profile, read_profile, write_profile
 from planning.strategies import Phase
 from planning.types import ActivationPolicy, DeploymentPlan
 from tasks.run_folder import RunFolder, read_json, write_json
-from training.deployment import DeploymentRequest, deploy, load_profile
+from training.deployment import DeploymentRequest, deploy, estimate, load_profile
 
 
 @task(name="profile", cache_policy=NO_CACHE)
@@ -31,14 +32,23 @@ def profile(config: ProfileConfig, stored: Path, activations: ActivationPolicy, 
 def plan(
     request: DeploymentRequest, candidates: Candidates, histogram: pl.DataFrame, folder: RunFolder
 ) -> tuple[Phase, ...]:
-    """The strategy's phases with their deployment plans: plan.json, and a table on the run page."""
+    """The strategy's phases with their deployment plans: plan.json, estimate.json, and tables on the run page."""
     if folder.plan.exists():
         return phases_from_dict(read_json(folder.plan))
     phases = deploy(request, candidates, histogram)
+    gpu_seconds = estimate(request, candidates, histogram, phases)
+    write_json(folder.estimate, {"schema_version": 1, "gpu_seconds": gpu_seconds})
     write_json(folder.plan, phases_to_dict(phases))
-    tables = "\n\n".join(plan_markdown(phase.plan) for phase in phases)
-    create_markdown_artifact(tables, key="plan", description="Deployment plan")
+    tables = [*(plan_markdown(phase.plan) for phase in phases), estimate_markdown(gpu_seconds)]
+    create_markdown_artifact("\n\n".join(tables), key="plan", description="Deployment plan and estimated cost")
     return phases
+
+
+def estimate_markdown(gpu_seconds: Mapping[str, float]) -> str:
+    """What the run is expected to cost each tenant, as a table."""
+    rows = [f"| {name} | {cost:.4g} |" for name, cost in gpu_seconds.items()]
+    total = f"| all | {sum(gpu_seconds.values()):.4g} |"
+    return "\n".join(["| tenant | estimated GPU seconds of the run |", "| --- | --- |", *rows, total])
 
 
 def plan_markdown(plan: DeploymentPlan) -> str:

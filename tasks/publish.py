@@ -23,7 +23,7 @@ from tasks.adapters import publish_staged, published_probe, stage_adapter
 from tasks.figures import balance_figure, gpu_seconds_figure, loss_figure, padding_figure, plan_figure
 from tasks.length_figure import histogram_figure
 from tasks.report import write_report
-from tasks.run_folder import RunFolder, write_json
+from tasks.run_folder import RunFolder, read_json, write_json
 from tasks.run_page import figure_markdown
 from tasks.send import send_results
 from tasks.summary import FAILED, RunResults, TenantOutcome, result_rows, skipped, summarise, summary_markdown
@@ -56,7 +56,16 @@ def publish(request: PublishRequest, folder: RunFolder, tracker: Tracker) -> dic
     tenants = publish_adapters(request, folder)
     tenants |= {failure.tenant: skipped(failure.reason) for failure in failures}
     records = read_journal(folder.steps)
-    summary = summarise(RunResults(request.strategy, request.phases, tuple(prepared), tenants, records))
+    summary = summarise(
+        RunResults(
+            strategy=request.strategy,
+            phases=request.phases,
+            prepared=tuple(prepared),
+            outcomes=tenants,
+            records=records,
+            estimate=read_json(folder.estimate)["gpu_seconds"],
+        )
+    )
     draw_figures(request.histogram, request.phases, records, folder)
     write_report(summary, folder)
     send_results(summary, request.tenants, request.base_model, folder, tracker)

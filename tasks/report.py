@@ -12,7 +12,6 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from planning.phase_file import phases_from_dict
-from planning.strategies import Phase
 from tasks.figure_style import short_number
 from tasks.run_folder import RunFolder, read_json
 from tasks.summary import NUM_LOSS_STEPS, is_success, shown, shown_evaluation
@@ -51,7 +50,7 @@ def write_report(summary: Mapping[str, Any], folder: RunFolder) -> Path:
     config = read_json(folder.config)
     phases = phases_from_dict(read_json(folder.plan))
     records = read_journal(folder.steps)
-    tenants = [_tenant(name, totals, phases, summary) for name, totals in summary["tenants"].items()]
+    tenants = [_tenant(name, totals, summary) for name, totals in summary["tenants"].items()]
     content = (
         _environment()
         .from_string(TEMPLATE.read_text(encoding="utf-8"))
@@ -83,17 +82,14 @@ def _environment() -> Environment:
     return environment
 
 
-def _tenant(
-    name: str, totals: Mapping[str, Any], phases: Sequence[Phase], summary: Mapping[str, Any]
-) -> dict[str, Any]:
+def _tenant(name: str, totals: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
     bill = summary["gpu_seconds"]
-    per_step = sum(phase.plan.tenant_gpu_seconds.get(name, 0.0) for phase in phases)
     return {
         "name": name,
         **totals,
         "is_good": is_success(totals["status"]),
         "evaluation": shown_evaluation(totals),
-        "estimate": per_step * totals["steps"],
+        "estimate": totals["estimated_gpu_seconds"] or 0.0,
         "share": totals["gpu_seconds"] / bill if bill else 0.0,
     }
 

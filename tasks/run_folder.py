@@ -15,6 +15,8 @@ from data_prep.names import folder_name
 from planning.errors import InputError, LobraError
 
 LOCK = "lock"
+REPLANNED = ("cluster.", "planner.", "profile.", "training.activation_recompute", "training.sequence_parallel")
+"""What may change when a run is planned anew: where and how it trains, never what."""
 
 
 class RunFolderLockedError(LobraError):
@@ -52,6 +54,11 @@ class RunFolder:
     @property
     def plan(self) -> Path:
         return self.path / "plan.json"
+
+    @property
+    def estimate(self) -> Path:
+        """What the run was expected to cost each tenant."""
+        return self.path / "estimate.json"
 
     @property
     def steps(self) -> Path:
@@ -112,18 +119,29 @@ class RunFolder:
     def forget(self) -> None:
         """Let another configuration have this folder, as long as nothing was trained in it. Rejects stay to be read."""
         if not self.steps.exists():
-            frozen = (self.plan, self.profile, self.histogram, self.prepared, self.initial_adapters, self.config)
+            planned = (self.plan, self.profile, self.estimate)
+            frozen = (*planned, self.histogram, self.prepared, self.initial_adapters, self.config)
             for path in frozen:
                 path.unlink(missing_ok=True)
 
+    def forget_plan(self) -> None:
+        """Have profile and plan made anew. What was dispatched under the old plan is kept aside, not replayed."""
+        if self.step_plans.exists():
+            self.step_plans.rename(self.step_plans.with_name(f"plans-until-{_now()}.jsonl"))
+        for path in (self.plan, self.profile, self.estimate):
+            path.unlink(missing_ok=True)
+
 
 @contextmanager
-def open_run_folder(path: Path, config: dict[str, Any], fresh: bool) -> Iterator[RunFolder]:
+def open_run_folder(path: Path, config: dict[str, Any], fresh: bool, replan: bool = False) -> Iterator[RunFolder]:
     """Create or resume a run folder and hold its lock.
 
-    An unfinished folder of the same configuration resumes. Raises InputError for a finished folder without `fresh`, or
-    for another configuration (naming the keys that differ), and RunFolderLockedError if another controller is at work.
+    An unfinished folder of the same configuration resumes; with `replan` its profile and plan are made anew, and the
+    keys of `REPLANNED` may differ. Raises InputError for a finished folder without `fresh`, or for another
+    configuration (naming the keys that differ), and RunFolderLockedError if another controller is at work.
     """
+    if fresh and replan:
+        raise InputError("a fresh run is planned anyway; give either --fresh or --replan")
     folder = RunFolder(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
@@ -132,9 +150,10 @@ def open_run_folder(path: Path, config: dict[str, Any], fresh: bool) -> Iterator
             _set_aside(path)
         folder.refuse_finished()
         if folder.config.exists():
-            _refuse_other_configuration(folder, config)
-        else:
-            write_json(folder.config, config)
+            _refuse_other_configuration(folder, config, replan)
+            if replan:
+                folder.forget_plan()
+        write_json(folder.config, config)
         try:
             yield folder
         except InputError:
@@ -155,13 +174,15 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _refuse_other_configuration(folder: RunFolder, config: dict[str, Any]) -> None:
+def _refuse_other_configuration(folder: RunFolder, config: dict[str, Any], replan: bool) -> None:
     keys = changed_keys(read_json(folder.config), config)
-    if keys:
+    fixed = [key for key in keys if key == "planner.strategy" or not key.startswith(REPLANNED)]
+    if fixed if replan else keys:
+        remedy = "" if fixed else "add --replan to go on with a new plan, "
         raise InputError(
             f"{folder.path}: an unfinished run of another configuration lies here, these keys differ: "
-            f"{', '.join(keys)}. "
-            "Change them back to resume it, choose another --run-dir, or add --fresh to start anew"
+            f"{', '.join(fixed if replan else keys)}. "
+            f"Change them back to resume it, {remedy}choose another --run-dir, or add --fresh to start anew"
         )
 
 
@@ -181,11 +202,15 @@ def changed_keys(old: Any, new: Any, prefix: str = "") -> list[str]:
 
 def _set_aside(path: Path) -> None:
     """Move everything but the lock to a sibling folder named by the time."""
-    aside = path.with_name(f"{path.name}.{datetime.now(UTC):%Y%m%dT%H%M%S.%f}")
+    aside = path.with_name(f"{path.name}.{_now()}")
     aside.mkdir(mode=0o700)
     for item in path.iterdir():
         if item.name != LOCK:
             item.rename(aside / item.name)
+
+
+def _now() -> str:
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}"
 
 
 @contextmanager

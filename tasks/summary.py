@@ -45,6 +45,8 @@ class RunResults:
     prepared: tuple[PreparedTenant, ...]
     outcomes: Mapping[str, TenantOutcome]
     records: Sequence[dict[str, Any]]
+    estimate: Mapping[str, float]
+    """GPU seconds of each trained tenant, as foreseen before the run."""
 
 
 def summarise(results: RunResults) -> dict[str, Any]:
@@ -77,6 +79,7 @@ def summarise(results: RunResults) -> dict[str, Any]:
                 "published_step": outcome.published_step,
                 "num_rejects": num_rejects.get(name, 0),
                 **tenant_totals(steps, name),
+                "estimated_gpu_seconds": results.estimate.get(name),
                 **evaluation_totals(results.records, name),
             }
             for name, outcome in results.outcomes.items()
@@ -133,7 +136,8 @@ def summary_markdown(summary: Mapping[str, Any]) -> str:
     rows = [
         f"| {name} | {tenant['status']} | {shown(tenant['first_loss'])} | {shown(tenant['last_loss'])} "
         f"| {shown_evaluation(tenant)} "
-        f"| {tenant['tokens']} | {tenant['gpu_seconds']:.1f} | {tenant['adapter_path'] or tenant['reason']} |"
+        f"| {tenant['tokens']} | {shown_estimate(tenant)} | {tenant['gpu_seconds']:.1f} "
+        f"| {tenant['adapter_path'] or tenant['reason']} |"
         for name, tenant in summary["tenants"].items()
     ]
     return "\n".join(
@@ -141,8 +145,8 @@ def summary_markdown(summary: Mapping[str, Any]) -> str:
             f"Plan **{summary['plan']}** on {summary['num_gpus']} GPUs: {summary['steps']} steps, "
             f"{summary['gpu_seconds']:.1f} GPU seconds and {summary['overhead_gpu_seconds']:.1f} of overhead.",
             "",
-            "| tenant | status | first loss | last loss | evaluation | tokens | GPU seconds | adapter |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- |",
+            "| tenant | status | first loss | last loss | evaluation | tokens | estimate | GPU seconds | adapter |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
             *rows,
         ]
     )
@@ -151,7 +155,7 @@ def summary_markdown(summary: Mapping[str, Any]) -> str:
 def result_rows(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One row per tenant, for a table that can be sorted."""
     losses = ("first_loss", "last_loss", "best_evaluation_loss", "best_perplexity")
-    keys = ("status", "steps", "tokens", "gpu_seconds", *losses, "num_rejects", "reason")
+    keys = ("status", "steps", "tokens", "estimated_gpu_seconds", "gpu_seconds", *losses, "num_rejects", "reason")
     return [{"tenant": name, **{key: totals[key] for key in keys}} for name, totals in summary["tenants"].items()]
 
 
@@ -166,6 +170,14 @@ def shown_evaluation(tenant: Mapping[str, Any]) -> str:
         return "-"
     perplexity = "" if tenant["best_perplexity"] is None else f" (perplexity {tenant['best_perplexity']:.4g})"
     return f"{shown(tenant['best_evaluation_loss'])}{perplexity} at step {tenant['best_evaluation_step']}"
+
+
+def shown_estimate(tenant: Mapping[str, Any]) -> str:
+    """A tenant's estimated GPU seconds for a table, and how far they are off what it was charged."""
+    estimate, bill = tenant["estimated_gpu_seconds"], tenant["gpu_seconds"]
+    if estimate is None:
+        return "-"
+    return f"{estimate:.1f} ({estimate / bill - 1:+.0%})" if bill else f"{estimate:.1f}"
 
 
 def mean(values: Sequence[float]) -> float | None:

@@ -15,6 +15,7 @@ from planning.analytic import TYPICAL_ACTIVATIONS
 from planning.candidates import Candidates, propose_candidates
 from planning.config import ClusterConfig, PlannerConfig, ProfileConfig, ProfileSource
 from planning.errors import InputError, ProfileError
+from planning.estimate import estimated_gpu_seconds
 from planning.profile import Profile, preset_names, read_preset, read_profile
 from planning.strategies import Phase, strategy_phases
 from planning.types import ActivationPolicy
@@ -86,10 +87,20 @@ def deploy(request: DeploymentRequest, candidates: Candidates, histogram: pl.Dat
 
     Raises InputError when a tenant's warm-up takes all its steps, PlanInfeasibleError as planning does.
     """
-    workload = Workload(tuple(_tenant_workload(tenant, histogram) for tenant in request.tenants))
+    workload = _workload(request, histogram)
     for tenant, of_tenant in zip(request.tenants, workload.tenants, strict=True):
         check_warmup(tenant, int(of_tenant.counts.sum()))
     return strategy_phases(workload, candidates, request.cluster.num_gpus, request.planner)
+
+
+def estimate(
+    request: DeploymentRequest, candidates: Candidates, histogram: pl.DataFrame, phases: Sequence[Phase]
+) -> dict[str, float]:
+    """What the whole run will cost each tenant, in GPU seconds (`planning.estimate`)."""
+    workload = _workload(request, histogram)
+    num_rows = {tenant.name: int(tenant.counts.sum()) for tenant in workload.tenants}
+    num_steps = {tenant.name: tenant.num_steps(num_rows[tenant.name]) for tenant in request.tenants}
+    return estimated_gpu_seconds(phases, num_steps, workload, candidates.by_config, request.planner)
 
 
 def split_outcomes(
@@ -101,6 +112,10 @@ def split_outcomes(
     if failures and not (allow_failures and prepared):
         raise InputError("\n".join(failure.reason for failure in failures))
     return prepared, failures
+
+
+def _workload(request: DeploymentRequest, histogram: pl.DataFrame) -> Workload:
+    return Workload(tuple(_tenant_workload(tenant, histogram) for tenant in request.tenants))
 
 
 def _tenant_workload(tenant: TenantConfig, histogram: pl.DataFrame) -> TenantWorkload:

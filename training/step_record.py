@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from planning.cost import replica_seconds
-from planning.metrics import imbalance, tenant_shares
+from planning.metrics import imbalance, step_overhead_seconds, tenant_shares
 from planning.types import Chunk
 from training.step_planner import PlannedStep, StepPlanner
 
@@ -21,7 +21,6 @@ def step_record(planned: PlannedStep, reports: Sequence[dict], planner: StepPlan
     for report in reports:
         busy_seconds[report["replica"]] = max(busy_seconds[report["replica"]], report["busy_seconds"])
     predicted = [replica_seconds(candidates[replica.config], chunks[replica.index]) for replica in replicas]
-    overhead_seconds = max(candidates[replica.config].step_overhead_seconds for replica in replicas)
     shares = tenant_shares(chunks, replicas, candidates)
     sequences = [sequence for group in chunks for chunk in group for sequence in chunk.sequences]
     updates = reports[0]["updates"]
@@ -46,7 +45,7 @@ def step_record(planned: PlannedStep, reports: Sequence[dict], planner: StepPlan
         "tenants": tenants,
         "gpu_seconds": gpu_seconds,
         "measured_seconds": gpu_seconds / planner.plan.num_gpus,
-        "predicted_seconds": max(predicted) + overhead_seconds,
+        "predicted_seconds": max(predicted) + step_overhead_seconds(replicas, candidates),
         "lower_bound_seconds": planned.lower_bound_seconds,
         "replica_seconds": busy_seconds,
         "predicted_replica_seconds": predicted,

@@ -98,7 +98,8 @@ def written_page(records: list[dict], outcomes: dict[str, TenantOutcome], tmp_pa
     write_json(folder.plan, phases_to_dict(phases))
     write_json(folder.prepared, {"schema_version": 1, "tenants": data})
     padding_figure([record for record in records if record["event"] == "step"], folder.figures / "padding.png")
-    summary = summarise(RunResults(Strategy.LOBRA, phases, (), outcomes, read_journal(folder.steps)))
+    estimate = {"chat": 5.0, EVIL: 2.25}
+    summary = summarise(RunResults(Strategy.LOBRA, phases, (), outcomes, read_journal(folder.steps), estimate))
     return Page(write_report(json.loads(json.dumps(summary)), folder).read_text())
 
 
@@ -107,7 +108,7 @@ def test_every_tenant_has_its_estimate_beside_its_bill_and_bad_ones_their_reason
     assert page.row(EVIL)[1:3] == ["quarantined", "4"]
     assert page.row("left")[1] == "skipped"
     assert ["", "3 non-finite updates in a row"] in page.rows
-    assert page.row("all")[5:7] == ["7.2", "12"]
+    assert page.row("all")[5:7] == ["7.25", "12"]
 
 
 def test_a_tenant_that_stopped_early_counts_as_finished_and_shows_its_lowest_evaluation_loss(

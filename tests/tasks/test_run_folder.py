@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from planning.errors import InputError
-from tasks.run_folder import RunFolderLockedError, open_run_folder
+from tasks.run_folder import RunFolderLockedError, open_run_folder, read_json
 
 CONFIG = {"name": "a", "tenants": [{"name": "x", "adapter": {"rank": 4}}], "planner": {"num_buckets": 16}}
 
@@ -76,4 +76,30 @@ def test_a_second_run_on_a_locked_folder_names_the_holder(tmp_path: Path) -> Non
     holder.stdin.close()
     assert holder.wait(10) == 0
     with open_run_folder(tmp_path / "run", {}, fresh=False):
+        pass
+
+
+def test_a_new_plan_may_change_where_a_run_trains_but_not_what(tmp_path: Path) -> None:
+    config = {"planner": {"strategy": "lobra", "num_buckets": 16}, "cluster": {"num_gpus": 4}, "name": "run"}
+    with open_run_folder(tmp_path / "run", config, fresh=False) as folder:
+        for path in (folder.plan, folder.profile, folder.step_plans):
+            path.write_text("{}")
+    other = {**config, "cluster": {"num_gpus": 8}, "planner": {"strategy": "task_fused", "num_buckets": 8}}
+    with (
+        pytest.raises(InputError, match=r"differ: planner\.strategy\. Change them back to resume it, choose"),
+        open_run_folder(tmp_path / "run", other, fresh=False, replan=True),
+    ):
+        pass
+    other["planner"]["strategy"] = "lobra"
+    with (
+        pytest.raises(InputError, match=r"cluster\.num_gpus, planner\.num_buckets\. .*add --replan to go on"),
+        open_run_folder(tmp_path / "run", other, fresh=False),
+    ):
+        pass
+    assert folder.plan.exists()
+    with open_run_folder(tmp_path / "run", other, fresh=False, replan=True):
+        assert not any(path.exists() for path in (folder.plan, folder.profile, folder.step_plans))
+        assert len(list(folder.path.glob("plans-until-*.jsonl"))) == 1
+        assert read_json(folder.config) == other
+    with pytest.raises(InputError, match="either --fresh or --replan"), open_run_folder(tmp_path, {}, True, True):
         pass
