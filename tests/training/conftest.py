@@ -1,9 +1,10 @@
 """Fixtures of the training tests: tiny random base models, token files, and real gloo ranks."""
 
 import multiprocessing
+import signal
 import socket
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -47,6 +48,14 @@ ARCHITECTURES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True, "rms_norm_eps": 1e-6}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": True, "head_dim": 16}),
 }
+
+
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """Interrupts arrive, also where a shell started the tests in the background, which ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")
