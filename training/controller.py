@@ -24,10 +24,10 @@ from training.checkpoint import Checkpoint, CheckpointStore
 from training.checkpoint_writer import CheckpointWriter
 from training.config import OnTenantError
 from training.control_file import cancelled_tenants
+from training.dispatch_journal import DispatchJournal
 from training.evaluation import evaluate, evaluation_results
 from training.fleet import Fleet, FleetError
 from training.fleet_spec import fleet_spec_for
-from training.journal import Journal, read_journal
 from training.ledger import Ledger, Observer
 from training.progress import RunProgress, TenantProgress, TenantStatus
 from training.request import TrainingRequest, TrainingResult
@@ -93,13 +93,13 @@ class _Controller:
         self.token_files = {name: TokenFile(path) for name, path in request.token_paths.items()}
         self.evaluation_files = {name: TokenFile(path) for name, path in request.evaluation_paths.items()}
         self.by_name = {tenant.name: tenant for tenant in request.tenants}
-        self.replay = {record["step"]: record for record in read_journal(files.plans)}
+        self.dispatches = DispatchJournal(files.plans)
+        stack.enter_context(self.dispatches.journal)
         self.ledger = Ledger(files.steps, request.cluster.num_gpus, observe)
         stack.enter_context(self.ledger.journal)
-        self.plans = stack.enter_context(Journal(files.plans))
         self.executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="step-planner"))
         self.store = CheckpointStore(files.checkpoints, request.training.keep_checkpoints)
-        journals = (self.plans, self.ledger.journal)
+        journals = (self.dispatches.journal, self.ledger.journal)
         self.writer = stack.enter_context(CheckpointWriter(self.store, journals, checkpointed))
         self._running: _RunningStep | None = None
         self._is_evaluating = False
@@ -164,7 +164,7 @@ class _Controller:
         self, fleet: Fleet, planner: StepPlanner, planned: PlannedStep, wait_seconds: float
     ) -> tuple[PlannedStep | None, float]:
         """Train one step; returns the next step's plan, made meanwhile, and how long the fleet waited for it."""
-        self._journal_plan(planned)
+        self.dispatches.append(planned)
         self._running = _RunningStep(planner, planned, wait_seconds)
         fleet.begin_step(planned.plan, self._learning_rates(planned))
         following = planned.plan.step + 1
@@ -202,10 +202,8 @@ class _Controller:
         """The plan of a step for its active tenants; None when there are none. Dispatches on record are replayed."""
         if not names:
             return None
-        if step in self.replay:
-            journalled = PlannedStep.from_record(self.replay[step])
-            if journalled.tenants == set(names):
-                return journalled
+        if (replayed := self.dispatches.replayed(step, names)) is not None:
+            return replayed
         return planner.plan_step(step, step - self.progress.phase_start, [self.by_name[name] for name in names])
 
     def _learning_rates(self, planned: PlannedStep) -> dict[str, float]:
@@ -214,12 +212,6 @@ class _Controller:
             name: learning_rate(self.by_name[name].optimiser, tenant.num_done, tenant.num_steps)
             for name, tenant in progress.items()
         }
-
-    def _journal_plan(self, planned: PlannedStep) -> None:
-        step, record = planned.plan.step, planned.to_record()
-        if step not in self.replay or self.replay[step]["plan"] != record["plan"]:
-            self.plans.append(record)
-            self.replay[step] = record
 
     def _complete_step(self, reports: list[dict]) -> None:
         """Account and record the running step, and move on: tenants finish, are quarantined or cancelled."""

@@ -47,9 +47,10 @@ class LoraChunkParams(PackedSeqParams):
     """
 
     spans: Spans | None = None
-    segments: tuple[int, ...] | None = (
-        None  # lengths, as numbers of the host: reading cu_seqlens would wait for the GPU
-    )
+    segments: tuple[int, ...] | None = None
+    """Lengths, as numbers of the host: reading cu_seqlens would wait for the GPU."""
+    segment_ends: Tensor | None = None
+    """0 and the end of every segment, int32, on the device: for a kernel that takes all segments at once."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,7 @@ def _chunk_params(chunk: CollatedChunk, stage: Stage) -> LoraChunkParams:
         max_seqlen_kv=longest,
         spans=packed_spans(chunk.spans, num_shards, shard),
         segments=chunk.segments,
+        segment_ends=ends.to(stage.device, non_blocking=True),
     )
 
 

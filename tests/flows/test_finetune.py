@@ -126,6 +126,7 @@ def assert_registered(run: RunConfig, folder: Path, summary: dict) -> None:
         assert tags.items() <= version.tags.items()
 
 
+@pytest.mark.slow
 def test_an_adapter_that_fails_its_probe_is_taken_away_and_not_registered(
     tiny_run, workspace: Path, monkeypatch
 ) -> None:
@@ -148,6 +149,7 @@ def test_an_adapter_that_fails_its_probe_is_taken_away_and_not_registered(
     assert [model.name for model in models] == [f"tests.{folder_name('short')}"]
 
 
+@pytest.mark.slow
 def test_a_run_that_mlflow_missed_is_sent_and_registered_later(tiny_run, workspace: Path) -> None:
     away = tiny_run(tracking={"mlflow_uri": "http://127.0.0.1:9", "experiment": "tests"})
     folder = workspace / "runs" / "missed"
@@ -209,6 +211,7 @@ def test_a_tenant_with_a_bad_file_is_skipped_when_asked_and_the_other_is_trained
     assert "long.jsonl" in skipped["reason"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_flow_resumes_in_its_folder_to_the_same_adapters(
     finished, tiny_run, workspace: Path, monkeypatch
 ) -> None:

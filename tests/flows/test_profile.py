@@ -44,6 +44,7 @@ def test_a_run_measures_what_is_not_stored_and_trains_with_it(measuring_run: Run
     assert stored.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_the_flow_measures_again_when_forced_and_shows_the_result(measuring_run: RunConfig, workspace: Path) -> None:
     stored = stored_profile_path(measuring_run)
     stored.parent.mkdir(parents=True)

@@ -17,6 +17,7 @@ from training.journal import effective_steps, read_journal
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_under_another_plan_to_the_same_adapters(
     tiny_run: Callable[..., RunConfig], workspace: Path
 ) -> None:

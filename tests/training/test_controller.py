@@ -219,6 +219,7 @@ def test_a_killed_process_restarts_the_fleet_and_changes_no_adapter(victim: str,
     assert ("was killed by SIGKILL" if victim == "rank" else "agent ended") in restarts[0]["reason"]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_a_run_that_may_not_restart_and_a_rerun_resumes(unbroken, make_request) -> None:
     request = make_request("killed", max_restarts=0)
     with pytest.raises(FleetError, match=r"rank \d was killed by SIGKILL"):

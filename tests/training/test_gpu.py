@@ -1,6 +1,7 @@
 """The training engine on one GPU: NCCL, bfloat16, recompute, peak memory. `pytest -m gpu`; skipped without a device."""
 
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from planning.config import Backend, Batching
 from planning.step_plan import Job, JobMember, StepPlan, Wave
 from planning.types import ActivationPolicy, Chunk, SequenceRef
 from tests.training.oracle import fleet_spec, tenant
+from training.attention import CausalAttention
 from training.config import ALL_TARGETS, BaseModelConfig, DType, OptimiserConfig
 from training.fleet import Fleet
+from training.megatron_model import LoraChunkParams
 from training.probe import Probe
 
 pytestmark = [
@@ -46,6 +49,24 @@ def step_plan(step: int, batching: Batching) -> StepPlan:
     chunk = Chunk(sequences, None if batching is Batching.PACKED else max(LENGTHS))
     supervised = {t.name: sum(length - max(1, length // 3) for length in LENGTHS) for t in TENANTS}
     return StepPlan(step, (Wave((Job((JobMember(0, (chunk,)),)),)),), supervised)
+
+
+def test_one_kernel_for_all_segments_equals_each_segment_by_itself() -> None:
+    segments, heads, kv_heads, width = (33, 128, 7), 8, 4, 64
+    torch.manual_seed(0)
+    num_tokens = sum(segments)
+    inputs = [
+        torch.randn(num_tokens, count, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for count in (heads, kv_heads, kv_heads)
+    ]
+    attention = CausalAttention(None, 1, None, None)
+    ends = torch.tensor([0, *accumulate(segments)], dtype=torch.int32, device="cuda")
+    params = LoraChunkParams("thd", max_seqlen_q=max(segments), segments=segments, segment_ends=ends)
+    outputs = [attention(*inputs, packed_seq_params=params), attention._by_segment(*inputs, segments)]
+    weights = torch.randn_like(outputs[0])
+    gradients = [torch.autograd.grad((output * weights).sum(), inputs) for output in outputs]
+    for one, other in zip([outputs[0], *gradients[0]], [outputs[1], *gradients[1]], strict=True):
+        assert (one - other).abs().max() <= 0.02 * other.abs().max()  # two roundings to 8 bits of mantissa
 
 
 @pytest.mark.parametrize("recompute", [False, True])
