@@ -74,7 +74,7 @@ class Joint:
     def planner(self) -> StepPlanner:
         files = {name: TokenFile(path) for name, path in self.token_paths.items()}
         dispatcher = Dispatcher(self.plan.replicas, self.candidates, 16, 2000, Batching.PACKED)
-        return StepPlanner(self.plan, self.candidates, dispatcher, files)
+        return StepPlanner(self.plan, self.candidates, dispatcher, files, {})
 
     def request(self, name: str, num_steps: int, **training: object) -> TrainingRequest:
         """The same training through the controller, in a folder of its own."""
@@ -101,6 +101,7 @@ class RunningFleet:
     def __init__(self, joint: Joint, fleet: Fleet, num_steps: int) -> None:
         self.joint, self.fleet, self.num_steps = joint, fleet, num_steps
         self.planner = joint.planner
+        self.learning_rates = {tenant.name: tenant.optimiser.learning_rate for tenant in joint.tenants}
 
     def plan(self, step: int) -> StepPlan:
         return self.planner.plan_step(step, step, self.joint.tenants).plan
@@ -108,14 +109,14 @@ class RunningFleet:
     def train(self) -> None:
         plan = self.plan(0)
         for step in range(self.num_steps):
-            self.fleet.begin_step(plan)
+            self.fleet.begin_step(plan, self.learning_rates)
             plan = self.plan((step + 1) % self.num_steps)
             self.fleet.finish_step()
 
     def timed_step(self) -> tuple[float, list[dict]]:
         """Wall seconds and the ranks' reports of step 0."""
         plan, start = self.plan(0), time.perf_counter()
-        self.fleet.begin_step(plan)
+        self.fleet.begin_step(plan, self.learning_rates)
         reports = self.fleet.finish_step()
         return time.perf_counter() - start, reports
 

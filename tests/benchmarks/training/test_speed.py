@@ -21,7 +21,7 @@ from data_prep.collate import collate
 from data_prep.names import folder_name
 from data_prep.sampler import step_rows
 from data_prep.token_file import TokenFile
-from planning.types import Chunk, ParallelConfig, Replica, SequenceRef
+from planning.types import ActivationPolicy, Chunk, ParallelConfig, Replica, SequenceRef
 from training.adapter_difference import adapter_difference
 from training.adapters import Adapter, initial_tensor
 from training.base_model import read_base_model
@@ -151,7 +151,7 @@ def test_adapter_overhead_against_the_frozen_base(
     num_tenants, length = 4, 512
     joint = make_joint("four", equal_tenants(num_tenants, num_tenants, length, rank), ((ONE, 1),), hidden_size, 2)
     base = read_base_model(BaseModelConfig(path=joint.model))
-    stage = Stage(base, FleetLayout((Replica(0, ONE, 0),), base.num_layers), 0, "cpu")
+    stage = Stage(base, FleetLayout((Replica(0, ONE, 0),), base.num_layers), 0, "cpu", ActivationPolicy())
     adapters = {
         t.name: Adapter(t.name, t.adapter, stage, lambda key, t=t: initial_tensor(base, t, key)) for t in joint.tenants
     }
