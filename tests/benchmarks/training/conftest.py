@@ -161,7 +161,12 @@ def save_model(tmp_path: Path) -> Callable[[int, int], Path]:
         )
         folder = tmp_path / f"model-{hidden_size}-{num_layers}"
         if not folder.exists():
-            LlamaForCausalLM(config).save_pretrained(folder)
+            model = LlamaForCausalLM(config)
+            with torch.no_grad():  # gradients that AdamW can tell from rounding, so that adapters can be compared
+                for parameter in model.parameters():
+                    if parameter.dim() > 1:
+                        parameter.mul_(3)
+            model.save_pretrained(folder)
         return folder
 
     return save
