@@ -18,13 +18,15 @@ from planning.shares import CostTable
 class Load:
     """Sequences per replica and bucket, with the cost of each replica.
 
-    Shapes: `fixed`, `depth` (R); `variable`, `chunk`, `num_sequences` (R, J). `chunk` is the most sequences that one
-    chunk takes, 0 where the bucket does not fit. The local search changes `num_sequences` in place.
+    Shapes: `fixed`, `depth` (R); `variable`, `capacity`, `chunk`, `num_sequences` (R, J). `capacity` is the most
+    sequences that one chunk can take, `chunk` the most that it takes, 0 where the bucket does not fit. The search
+    changes `chunk` and `num_sequences` in place.
     """
 
     fixed: np.ndarray
     depth: np.ndarray
     variable: np.ndarray
+    capacity: np.ndarray
     chunk: np.ndarray
     num_sequences: np.ndarray
 
@@ -81,6 +83,7 @@ def first_load(table: CostTable, chunk_IJ: np.ndarray, quotas_IJ: np.ndarray, gr
         fixed=table.fixed[group_R],
         depth=table.depth[group_R],
         variable=table.variable[group_R],
+        capacity=table.capacity[group_R],
         chunk=np.where(table.capacity > 0, chunk_IJ, 0)[group_R],
         num_sequences=num_sequences,
     )

@@ -48,6 +48,7 @@ def assign_uniformly(
         fixed=table.fixed[group_R],
         depth=table.depth[group_R],
         variable=table.variable[group_R],
+        capacity=table.capacity[group_R],
         chunk=table.capacity[group_R],
         num_sequences=num_sequences,
     )

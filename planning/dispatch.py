@@ -4,7 +4,7 @@ Padded batching; a chunk holds sequences of one bucket:
 1. buckets with the least padding for this step's lengths, or fixed ones (`bucketing`);
 2. a linear program splits the buckets over the replica groups and bounds the makespan (`shares`, `split_lp`);
 3. whole chunks to the replica that finishes first, within the program's quotas (`assignment`);
-4. moves and swaps away from the slowest replica (`local_search`).
+4. moves and swaps away from the slowest replica (`local_search`), chunk sizes of pipelines (`chunk_sizes`).
 
 Packed batching; a chunk holds whole sequences up to its replica's token budget: the same program over classes of
 neighbouring lengths, then `packing` and `packed_search`.
@@ -25,7 +25,7 @@ from planning.bucketing import buckets_from, choose_uppers
 from planning.config import Batching, PlannerConfig
 from planning.cost import chunk_seconds, replica_seconds
 from planning.errors import PlanInfeasibleError
-from planning.local_search import improve, kick
+from planning.local_search import kick, settle
 from planning.packed_search import improve_packed
 from planning.packing import Order, PackedLoad, PackingTask, pack
 from planning.shares import cost_table, shares
@@ -36,8 +36,8 @@ GOOD_ENOUGH = 1e-4  # relative distance to the bound at which the local search s
 PACKED_GOOD_ENOUGH = 0.004  # a search step on packed chunks costs more and gains less
 SECOND_TRY = 0.012  # relative distance to the bound above which packing tries another order
 MAX_KICKED_REPLICAS = 8  # of a step that is searched more thoroughly,
-MAX_KICKED = 24  # always with so few sequences,
-WORTH_KICKING = 0.018  # with more if it ended this far (relative) above the bound
+MAX_KICKED, NUM_KICKS_SMALL = 24, 60  # always with so few sequences,
+WORTH_KICKING, NUM_KICKS = 0.018, 20  # with more if it ended this far (relative) above the bound
 NUM_CLASSES = 24  # of packed sequences, in the linear program
 
 _by_length = attrgetter("num_tokens", "tenant", "row")
@@ -137,10 +137,12 @@ class Dispatcher:
         quotas_IJ = whole_quotas(shortest.split.part, batch.counts)
         _, chunk_IJ = shares(table, shortest.step_seconds)
         load = first_load(table, chunk_IJ, quotas_IJ, self._group_R)
-        improve(load, self._max_search_moves, shortest.lower_bound_seconds * (1 + GOOD_ENOUGH))
+        good_enough_seconds = shortest.lower_bound_seconds * (1 + GOOD_ENOUGH)
+        settle(load, self._max_search_moves, good_enough_seconds)
         if self._max_search_moves and len(self._replicas) <= MAX_KICKED_REPLICAS:
-            margin = GOOD_ENOUGH if batch.counts.sum() <= MAX_KICKED else WORTH_KICKING
-            kick(load, self._max_search_moves, shortest.lower_bound_seconds * (1 + margin))
+            is_small = batch.counts.sum() <= MAX_KICKED
+            num_kicks, margin = (NUM_KICKS_SMALL, GOOD_ENOUGH) if is_small else (NUM_KICKS, WORTH_KICKING)
+            kick(load, num_kicks, self._max_search_moves, shortest.lower_bound_seconds * (1 + margin))
         return load, shortest.lower_bound_seconds
 
     def pack(self, lengths: np.ndarray) -> tuple[PackedLoad, float]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from planning.assignment import Load
+from planning.chunk_sizes import fit_chunk_sizes
 
 IMPROVEMENT = 1e-9  # relative; smaller gains are rounding
-NUM_KICKS = 20
 DRIFT = 0.01  # relative; a kicked load that is worse by more is taken back
 NUM_SWAP_PARTNERS = 8  # the replicas that finish first
 
@@ -40,30 +40,42 @@ def improve(load: Load, max_moves: int, good_enough_seconds: float) -> None:
         largest[changed[:, 0]] = load.largest_chunk_seconds(changed, bucket, count)
 
 
-def kick(load: Load, max_moves: int, good_enough_seconds: float) -> None:
+def settle(load: Load, max_moves: int, good_enough_seconds: float) -> None:
+    """Moves and swaps, then the chunk sizes that suit what pipelines now hold, and moves again if these are better."""
+    improve(load, max_moves, good_enough_seconds)
+    if max_moves and fit_chunk_sizes(load):
+        improve(load, max_moves, good_enough_seconds)
+
+
+def kick(load: Load, num_kicks: int, max_moves: int, good_enough_seconds: float) -> None:
     """For small loads: random transfers, each improved again, from the last load not much worse; keeps the best.
 
     A local optimum of a handful of sequences may be per cents above the best load, which matters when plans compete.
     The transfers come from a fixed seed.
     """
     rng = np.random.default_rng(0)
-    best, best_seconds = load.num_sequences.copy(), float(load.replica_seconds().max())
+    best, best_seconds = _state(load), float(load.replica_seconds().max())
     current_seconds = best_seconds
-    for _ in range(NUM_KICKS):
+    for _ in range(num_kicks):
         if best_seconds <= good_enough_seconds:
             break
-        before = load.num_sequences.copy()
+        before = _state(load)
         for _ in range(int(rng.integers(1, 4))):
             _transfer_at_random(load, rng)
-        improve(load, max_moves, good_enough_seconds)
+        settle(load, max_moves, good_enough_seconds)
         seconds = float(load.replica_seconds().max())
         if seconds < best_seconds * (1 - IMPROVEMENT):
-            best, best_seconds = load.num_sequences.copy(), seconds
+            best, best_seconds = _state(load), seconds
         if seconds <= current_seconds * (1 + DRIFT):
             current_seconds = seconds
         else:
-            load.num_sequences[:] = before
-    load.num_sequences[:] = best
+            load.num_sequences[:], load.chunk[:] = before
+    load.num_sequences[:], load.chunk[:] = best
+
+
+def _state(load: Load) -> tuple[np.ndarray, np.ndarray]:
+    """Copies of what the search changes."""
+    return load.num_sequences.copy(), load.chunk.copy()
 
 
 def _transfer_at_random(load: Load, rng: np.random.Generator) -> None:

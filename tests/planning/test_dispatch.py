@@ -183,8 +183,7 @@ def test_sequences_in_a_chunk_are_sorted_by_tenant_and_row() -> None:
 
 
 def test_search_moves_only_ever_shorten_the_step() -> None:
-    too_many_to_kick = [ParallelConfig(1, 1)] * 5 + [ParallelConfig(1, 4)] * 2 + [ParallelConfig(2, 1)] * 2
-    replicas = replicas_for(too_many_to_kick)
+    replicas = replicas_for([ParallelConfig(1, 1)] * 6 + [ParallelConfig(2, 1)] * 3)  # too many to kick, no pipeline
     gains = []
     for seed in range(30):
         sequences = sequences_of(np.random.default_rng(seed).integers(1, 17, 50).tolist())
@@ -207,3 +206,20 @@ def test_the_papers_plan_is_dispatched_close_to_its_bound(
     assert min(gaps) >= 0
     assert max(gaps) < 0.025
     assert np.mean(gaps) < 0.016
+
+
+def test_search_never_makes_a_step_longer_than_it_was_dealt() -> None:
+    replicas = replicas_for([ParallelConfig(1, 1)] * 2 + [ParallelConfig(1, 4)] * 2 + [ParallelConfig(2, 1)])
+    for seed in range(30):
+        sequences = sequences_of(np.random.default_rng(seed).integers(1, 17, 10 + 2 * seed).tolist())
+        dealt, *searched = (Dispatcher(replicas, CANDIDATES, 4, k).dispatch(sequences) for k in (0, 1, 3, 100))
+        assert max(dispatch.predicted_seconds for dispatch in searched) <= dealt.predicted_seconds
+
+
+def test_chunks_of_a_pipeline_are_as_large_as_its_bubble_can_bear() -> None:
+    """Five sequences of 1 s on one <1,4> with a = 1 s, in k chunks: 5 + k + 3 (1 + ceil(5 / k)) s."""
+    config = ParallelConfig(1, 4)
+    candidate = Candidate(config, max_chunk_tokens=50, fixed_seconds=1.0, seconds_per_token=0.1, seconds_per_token2=0.0)
+    dispatch = Dispatcher(replicas_for([config]), {config: candidate}, 1, 100).dispatch(sequences_of([10] * 5))
+    assert dispatch.predicted_seconds == pytest.approx(min(5 + k + 3 * (1 + -(-5 // k)) for k in range(1, 6)))
+    assert [len(chunk.sequences) for chunk in dispatch.chunks[0]] == [1, 1, 1, 1, 1]
