@@ -126,12 +126,14 @@ class RandomKills:
     def finish(self, name: str) -> None:
         """The run `name`, killed until it is done or nobody is to be killed any more."""
         folder = self.workspace / "runs" / name
+        codes: list[int] = []
         while not (folder / "summary.json").exists():
             run = start(self.workspace, name)
             while self.num_left and run.poll() is None:
                 self._kill_one(run)
             if not self.num_left:
-                assert run.wait(300) == 0
+                codes.append(run.wait(600))
+                assert codes in ([0], [1], [1, 0]), "the last kill may have ended a launch, and with it the command"
 
     def _kill_one(self, run: subprocess.Popen) -> None:
         with suppress(subprocess.TimeoutExpired):
