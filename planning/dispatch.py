@@ -36,8 +36,9 @@ GOOD_ENOUGH = 1e-4  # relative distance to the bound at which the local search s
 PACKED_GOOD_ENOUGH = 0.004  # a search step on packed chunks costs more and gains less
 SECOND_TRY = 0.012  # relative distance to the bound above which packing tries another order
 MAX_KICKED_REPLICAS = 8  # of a step that is searched more thoroughly,
-MAX_KICKED, NUM_KICKS_SMALL = 24, 60  # always with so few sequences,
-WORTH_KICKING, NUM_KICKS = 0.018, 20  # with more if it ended this far (relative) above the bound
+MAX_KICKED, NUM_KICKS_SMALL = 24, 15  # always with so few sequences,
+MIN_KICKED, NUM_KICKS = 200, 20  # with so many, whose bound is close,
+WORTH_KICKING = 0.018  # if the search ended this far (relative) above it
 NUM_CLASSES = 24  # of packed sequences, in the linear program
 
 _by_length = attrgetter("num_tokens", "tenant", "row")
@@ -140,9 +141,11 @@ class Dispatcher:
         good_enough_seconds = shortest.lower_bound_seconds * (1 + GOOD_ENOUGH)
         settle(load, self._max_search_moves, good_enough_seconds)
         if self._max_search_moves and len(self._replicas) <= MAX_KICKED_REPLICAS:
-            is_small = batch.counts.sum() <= MAX_KICKED
-            num_kicks, margin = (NUM_KICKS_SMALL, GOOD_ENOUGH) if is_small else (NUM_KICKS, WORTH_KICKING)
-            kick(load, num_kicks, self._max_search_moves, shortest.lower_bound_seconds * (1 + margin))
+            num_sequences, bound = batch.counts.sum(), shortest.lower_bound_seconds
+            if num_sequences <= MAX_KICKED:
+                kick(load, NUM_KICKS_SMALL, self._max_search_moves, bound * (1 + GOOD_ENOUGH))
+            elif num_sequences >= MIN_KICKED:
+                kick(load, NUM_KICKS, self._max_search_moves, bound * (1 + WORTH_KICKING))
         return load, shortest.lower_bound_seconds
 
     def pack(self, lengths: np.ndarray) -> tuple[PackedLoad, float]:

@@ -27,6 +27,7 @@ def measuring_run(tiny_run: Callable[..., RunConfig]) -> RunConfig:
     )
 
 
+@pytest.mark.slow
 def test_a_run_measures_what_is_not_stored_and_trains_with_it(measuring_run: RunConfig, workspace: Path) -> None:
     base = check_run(measuring_run)
     with pytest.raises(InputError, match=r"lobra profile RUN\.yaml"):
