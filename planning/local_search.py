@@ -48,7 +48,7 @@ def settle(load: Load, max_moves: int, good_enough_seconds: float) -> None:
 
 
 def kick(load: Load, num_kicks: int, max_moves: int, good_enough_seconds: float) -> None:
-    """For small loads: random transfers, each improved again, from the last load not much worse; keeps the best.
+    """Random transfers, each improved again, from the last load not much worse; keeps the best.
 
     A local optimum of a handful of sequences may be per cents above the best load, which matters when plans compete.
     The transfers come from a fixed seed.

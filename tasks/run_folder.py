@@ -119,15 +119,17 @@ class RunFolder:
     def forget(self) -> None:
         """Let another configuration have this folder, as long as nothing was trained in it. Rejects stay to be read."""
         if not self.steps.exists():
-            planned = (self.plan, self.profile, self.estimate)
-            frozen = (*planned, self.histogram, self.prepared, self.initial_adapters, self.config)
-            for path in frozen:
+            self._unlink_planned()
+            for path in (self.histogram, self.prepared, self.initial_adapters, self.config):
                 path.unlink(missing_ok=True)
 
     def forget_plan(self) -> None:
         """Have profile and plan made anew. What was dispatched under the old plan is kept aside, not replayed."""
         if self.step_plans.exists():
             self.step_plans.rename(self.step_plans.with_name(f"plans-until-{_now()}.jsonl"))
+        self._unlink_planned()
+
+    def _unlink_planned(self) -> None:
         for path in (self.plan, self.profile, self.estimate):
             path.unlink(missing_ok=True)
 
