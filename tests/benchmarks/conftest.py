@@ -4,11 +4,13 @@ import os
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 
 QUIET_LOAD = 0.5
 PAIRS = 7
@@ -88,3 +90,12 @@ def interleaved() -> Callable[..., dict[str, Timing]]:
         return {name: Timing.of(taken) for name, taken in samples.items()}
 
     return run
+
+
+@pytest.fixture
+def one_rank_world() -> Iterator[None]:
+    """This process is the only rank of a gloo world, on one thread."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, is_master=True), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

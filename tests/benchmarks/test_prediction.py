@@ -12,8 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 from prefect.testing.utilities import prefect_test_harness
 
 from data_prep.collate import CollatedChunk, collate
@@ -116,14 +114,6 @@ class LoneRank:
         for adapter in self.adapters.values():
             adapter.clear_gradients()
         return seconds
-
-
-@pytest.fixture
-def one_rank_world() -> Iterator[None]:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, is_master=True), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank_world")

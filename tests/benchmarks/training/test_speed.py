@@ -7,14 +7,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 from safetensors.numpy import load_file
 
 from data_prep.collate import collate
@@ -130,14 +128,6 @@ def test_joint_training_against_peft_loops(
     )
     # Of the best loop; the loop without any padding is matched. Less than this would be a step back.
     assert not is_quiet or speeds["joint"] >= 0.85 * best
-
-
-@pytest.fixture
-def one_rank_world() -> Iterator[None]:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, is_master=True), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank_world")
