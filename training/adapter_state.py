@@ -36,13 +36,13 @@ def take_snapshot(optimisers: dict[str, TenantOptimiser], stage: Stage) -> Snaps
 
 
 def _owned(optimiser: TenantOptimiser, stage: Stage) -> dict[Item, Tensor]:
-    owned = {}
-    for key, parameter in optimiser.adapter.parameters.items():
-        if optimiser.adapter.place(key).is_split or stage.tp_rank == 0:
-            values = {WEIGHT: parameter.detach(), **optimiser.moments(key)}
-            owned.update({(key, kind): value.to("cpu", copy=True) for kind, value in values.items()})
-            if optimiser.adapter.best:
-                owned[key, BEST] = optimiser.adapter.best[key]
+    adapter, owned = optimiser.adapter, {}
+    values = {WEIGHT: adapter.parameters, **optimiser.moments()}
+    for key in adapter.parameters:
+        if adapter.place(key).is_split or stage.tp_rank == 0:
+            owned.update({(key, kind): tensors[key].to("cpu", copy=True) for kind, tensors in values.items()})
+            if adapter.best:
+                owned[key, BEST] = adapter.best[key]
     return owned
 
 
@@ -113,20 +113,20 @@ def load_tenant(checkpoint: Path, tenant: TenantConfig, num_updates: int, stage:
     with safe_open(adapter_file(checkpoint, name), framework="pt") as weights:
         adapter = Adapter(tenant.name, tenant.adapter, stage, _reader(weights, tenant, stage.base, ""))
     optimiser = TenantOptimiser(adapter, tenant.optimiser)
-    with safe_open(optimiser_file(checkpoint, name), framework="pt") as moments:
-        readers = {kind: _reader(moments, tenant, stage.base, f"{kind}.") for kind in MOMENTS}
-        if num_updates:
-            for key in adapter.parameters:
-                place = adapter.place(key)
-                local = {kind: place.to_local(read(key), stage.tp, stage.tp_rank) for kind, read in readers.items()}
-                optimiser.restore(key, local, num_updates)
+    if num_updates:
+        with safe_open(optimiser_file(checkpoint, name), framework="pt") as moments:
+            optimiser.restore(
+                {kind: _local(adapter, _reader(moments, tenant, stage.base, f"{kind}.")) for kind in MOMENTS}, num_updates
+            )
     if stage.position.replica.index == 0 and best_file(checkpoint, name).exists():
         with safe_open(best_file(checkpoint, name), framework="pt") as best:
-            read = _reader(best, tenant, stage.base, "")
-            adapter.best = {
-                key: adapter.place(key).to_local(read(key), stage.tp, stage.tp_rank) for key in adapter.parameters
-            }
+            adapter.best = _local(adapter, _reader(best, tenant, stage.base, ""))
     return optimiser
+
+
+def _local(adapter: Adapter, canonical: Callable[[TensorKey], Tensor]) -> dict[TensorKey, Tensor]:
+    stage = adapter.stage
+    return {key: adapter.place(key).to_local(canonical(key), stage.tp, stage.tp_rank) for key in adapter.parameters}
 
 
 def _reader(file, tenant: TenantConfig, base: BaseModel, prefix: str) -> Callable[[TensorKey], Tensor]:

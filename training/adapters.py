@@ -7,7 +7,7 @@ Canonical: per Hugging Face module A [rank, in] and B [out, rank], float32. Loca
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,14 @@ from training.base_model import BaseModel, module_name, peft_name
 from training.config import AdapterConfig, TenantConfig
 from training.initial_adapter import WEIGHTS_FILE
 from training.layout import Stage
+
+FUSED_TARGETS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""Megatron's layers -> the modules of Hugging Face that each holds, in the order of its output rows."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -93,7 +101,12 @@ def initial_tensor(base: BaseModel, tenant: TenantConfig, key: TensorKey) -> Ten
 
 
 class Adapter:
-    """One tenant's local adapter tensors on one rank."""
+    """One tenant's local adapter tensors on one rank, and their gradients: two flat buffers with the same order.
+
+    First everything that is replicated over tensor parallelism, then what is split; in each part by layer, fused
+    layer (FUSED_TARGETS), matrix and target. So A of the targets of one fused layer are rows of one matrix, and an
+    update, a norm or a reduction takes a few calls rather than two per module.
+    """
 
     def __init__(
         self, tenant: str, config: AdapterConfig, stage: Stage, canonical: Callable[[TensorKey], Tensor]
@@ -102,24 +115,56 @@ class Adapter:
         self.tenant = tenant
         self.config = config
         self.stage = stage
-        self.parameters: dict[TensorKey, nn.Parameter] = {}
         self.best: dict[TensorKey, Tensor] = {}  # copies (CPU) at the lowest evaluation loss, where they are kept
-        for key in tensor_keys(config, stage.layers):
-            local = self.place(key).to_local(canonical(key), stage.tp, stage.tp_rank)
-            self.parameters[key] = nn.Parameter(local.to(stage.device))
+        keys = sorted(tensor_keys(config, stage.layers), key=self._storage_order)
+        self.ranges: dict[TensorKey, tuple[int, int]] = {}  # offset and size in the flat buffers, in their order
+        offset = 0
+        for key in keys:
+            size = math.prod(self._local_shape(key))
+            self.ranges[key] = (offset, size)
+            offset += size
+        self.num_replicated = sum(size for key, (_, size) in self.ranges.items() if not self.place(key).is_split)
+        local = {key: self.place(key).to_local(canonical(key), stage.tp, stage.tp_rank) for key in keys}
+        self.values = nn.Parameter(self.flattened(local))
+        self.gradient = torch.zeros_like(self.values)
+        self.values.grad = self.gradient
+        self.parameters = self.views(self.values.detach())
+        self.gradients = self.views(self.gradient)
 
-    def pair(self, layer: int, target: str) -> tuple[nn.Parameter, nn.Parameter] | None:
-        """Local (A, B) of one module, or None if the adapter does not touch it."""
-        matrix_a = self.parameters.get(TensorKey(layer, target, "A"))
-        return None if matrix_a is None else (matrix_a, self.parameters[TensorKey(layer, target, "B")])
+    def flattened(self, local: Mapping[TensorKey, Tensor]) -> Tensor:
+        """Local tensors -> one flat buffer on the rank's device."""
+        return torch.cat([local[key].reshape(-1) for key in self.ranges]).to(self.stage.device)
+
+    def views(self, flat: Tensor) -> dict[TensorKey, Tensor]:
+        """The local tensors in a flat buffer, in the order of `tensor_keys`, which every rank uses."""
+        keys = tensor_keys(self.config, self.stage.layers)
+        return {key: flat.narrow(0, *self.ranges[key]).view(self._local_shape(key)) for key in keys}
+
+    def rows(self, flat: Tensor, keys: Sequence[TensorKey]) -> Tensor:
+        """Tensors that lie next to each other in a flat buffer, as one matrix with the rows of all."""
+        start = self.ranges[keys[0]][0]
+        stop = sum(self.ranges[keys[-1]])
+        return flat[start:stop].view(-1, self._local_shape(keys[0])[1])
 
     def place(self, key: TensorKey) -> TensorPlace:
         return tensor_place(self.stage.base, self.config, key)
 
     def keep_best(self) -> None:
         """Remember the tensors as they are now."""
-        self.best = {key: parameter.detach().to("cpu", copy=True) for key, parameter in self.parameters.items()}
+        self.best = {key: parameter.to("cpu", copy=True) for key, parameter in self.parameters.items()}
 
     def clear_gradients(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        self.gradient.zero_()
+
+    def _local_shape(self, key: TensorKey) -> tuple[int, int]:
+        place = self.place(key)
+        rows, columns = place.stored_shape
+        return (rows // self.stage.tp if place.is_split else rows), columns
+
+    def _storage_order(self, key: TensorKey) -> tuple:
+        kind, order = next(
+            (kind, targets.index(key.target))
+            for kind, targets in enumerate(FUSED_TARGETS.values())
+            if key.target in targets
+        )
+        return self.place(key).is_split, key.layer, kind, key.matrix, order

@@ -2,11 +2,29 @@
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 HALF_BYTES = 2  # flash attention knows 16-bit numbers only
 CAUSAL = (-1, 0)  # window: all before, nothing after
+
+
+class PlainSelfAttention(SelfAttention):
+    """Megatron's self-attention whose fused q, k, v lie one after the other, each with its heads in order.
+
+    So a target's outputs are adjacent columns, as an adapter's B wants them, and splitting copies nothing.
+    """
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *_args, **_kwargs) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden_TBD -> query_TBHK, key_TBGK, value_TBGK, H query and G key-value heads of this rank, width K."""
+        mixed, _bias = self.linear_qkv(hidden_states)
+        heads = mixed.unflatten(-1, (-1, self.hidden_size_per_attention_head))
+        num_kv = self.num_query_groups_per_partition
+        query, key, value = heads.split((self.num_attention_heads_per_partition, num_kv, num_kv), 2)
+        if self.q_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        return query, key, value
 
 
 class CausalAttention(nn.Module):

@@ -26,7 +26,7 @@ Tokens must be a multiple of tp (`data_prep.collate.padded_to_multiple`). A pack
 rank's tokens hold other parts of them than its peers' do; `Spans` says which.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,80 +70,12 @@ def packed_spans(items: Sequence[TenantSpan], num_shards: int, shard: int) -> Sp
     )
 
 
-class _CopyToTensorParallel(torch.autograd.Function):
-    """Identity; backward all-reduces the gradients of all inputs in one flat call over the tensor-parallel group."""
-
-    @staticmethod
-    def forward(ctx, group, *inputs):
-        ctx.group = group
-        ctx.shapes = [x.shape for x in inputs]
-        return tuple(x.view_as(x) for x in inputs)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        return None, *_all_reduce_together(gradients, ctx.shapes, ctx.group)
-
-
-class _ReduceFromTensorParallel(torch.autograd.Function):
-    """All-reduces all inputs in one flat call over the tensor-parallel group; backward is the identity."""
-
-    @staticmethod
-    def forward(ctx, group, *inputs):
-        return tuple(_all_reduce_together(inputs, [x.shape for x in inputs], group))
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        return None, *gradients
-
-
-class _GatherTokens(torch.autograd.Function):
-    """[T/tp, B, r] -> [T, B, r] of all ranks' tokens; backward sums and scatters."""
-
-    @staticmethod
-    def forward(ctx, group, own):
-        ctx.group = group
-        return _gather_tokens(own, group)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return None, _scatter_sum(gradient, ctx.group)
-
-
-class _ScatterTokens(torch.autograd.Function):
-    """Partial [T, B, r] -> their sum over the ranks, own tokens [T/tp, B, r]; backward gathers."""
-
-    @staticmethod
-    def forward(ctx, group, partial):
-        ctx.group = group
-        return _scatter_sum(partial, group)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return None, _gather_tokens(gradient, ctx.group)
-
-
-def _all_reduce_together(tensors, shapes, group) -> list[Tensor]:
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat, group=group)
-    sizes = [shape.numel() for shape in shapes]
-    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
-
-
-def _gather_tokens(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    whole = own.new_empty(own.shape[0] * group.size(), *own.shape[1:])
-    dist.all_gather_into_tensor(whole, own.contiguous(), group=group)
-    return whole
-
-
-def _scatter_sum(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-    own = partial.new_empty(partial.shape[0] // group.size(), *partial.shape[1:])
-    dist.reduce_scatter_tensor(own, partial.contiguous(), group=group)
-    return own
-
-
 @dataclass(frozen=True)
 class LowRankExchange:
-    """How the tensor-parallel ranks of one wrapped layer exchange A x. Collective over `group`, same tenants on all."""
+    """How the tensor-parallel ranks of one wrapped layer exchange A x. Collective over `group`, same tenants on all.
+
+    A x and its gradient are given per index of `spans`, [T, B, r] each.
+    """
 
     group: dist.ProcessGroup
     row_parallel: bool
@@ -153,25 +85,58 @@ class LowRankExchange:
         """Sizes of the tenants' parts of what enters the layer, and of what leaves it."""
         return (spans.sizes, spans.own_sizes) if self.row_parallel else (spans.own_sizes, spans.sizes)
 
-    def __call__(self, lows: dict[int, Tensor], spans: Spans) -> dict[int, Tensor]:
-        """A x per index of `spans` as it enters the layer -> whole A x as it leaves it."""
+    def forward(self, lows: dict[int, Tensor], spans: Spans) -> dict[int, Tensor]:
+        """A x as it enters the layer -> whole A x as it leaves it."""
         if self.group.size() == 1:
             return lows
         if self.sequence_parallel:
-            return self._move_tokens(lows, spans)
-        reduce = _ReduceFromTensorParallel if self.row_parallel else _CopyToTensorParallel
-        return dict(zip(lows, reduce.apply(self.group, *lows.values()), strict=True))
+            return self._move(_scatter_sum if self.row_parallel else _gather, lows, spans, *self.sizes(spans))
+        return self._summed(lows) if self.row_parallel else lows
 
-    def _move_tokens(self, lows: dict[int, Tensor], spans: Spans) -> dict[int, Tensor]:
+    def backward(self, gradients: dict[int, Tensor], spans: Spans) -> dict[int, Tensor]:
+        """d(A x) as it leaves the layer -> d(A x) as it entered."""
+        if self.group.size() == 1:
+            return gradients
+        if self.sequence_parallel:
+            sizes_in, sizes_out = self.sizes(spans)
+            return self._move(_gather if self.row_parallel else _scatter_sum, gradients, spans, sizes_out, sizes_in)
+        return gradients if self.row_parallel else self._summed(gradients)
+
+    def _summed(self, parts: dict[int, Tensor]) -> dict[int, Tensor]:
+        flat = torch.cat([part.reshape(-1) for part in parts.values()])
+        dist.all_reduce(flat, group=self.group)
+        pieces = flat.split([part.numel() for part in parts.values()])
+        return {index: piece.view(parts[index].shape) for index, piece in zip(parts, pieces, strict=True)}
+
+    def _move(
+        self,
+        collective: Callable[[Tensor, dist.ProcessGroup], Tensor],
+        parts: dict[int, Tensor],
+        spans: Spans,
+        sizes_before: tuple[int, ...],
+        sizes_after: tuple[int, ...],
+    ) -> dict[int, Tensor]:
         """All tenants side by side in one tensor as wide as the widest, so that every rank's part has one shape."""
-        sizes_in, sizes_out = self.sizes(spans)
-        widest = max(low.shape[-1] for low in lows.values())
-        some = next(iter(lows.values()))
-        parts = []
-        for index, size in enumerate(sizes_in):
+        widest = max(part.shape[-1] for part in parts.values())
+        some = next(iter(parts.values()))
+        columns = []
+        for index, size in enumerate(sizes_before):
             shape = [size if dim == spans.dim else n for dim, n in enumerate(some.shape[:-1])]
-            low = lows[index] if index in lows else some.new_zeros(*shape, widest)
-            parts.append(F.pad(low, (0, widest - low.shape[-1])))
-        move = _ScatterTokens if self.row_parallel else _GatherTokens
-        moved = move.apply(self.group, torch.cat(parts, spans.dim)).split(sizes_out, spans.dim)
-        return {index: moved[index][..., : low.shape[-1]] for index, low in lows.items()}
+            part = parts[index] if index in parts else some.new_zeros(*shape, widest)
+            columns.append(F.pad(part, (0, widest - part.shape[-1])))
+        moved = collective(torch.cat(columns, spans.dim), self.group).split(sizes_after, spans.dim)
+        return {index: moved[index][..., : part.shape[-1]] for index, part in parts.items()}
+
+
+def _gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[T/tp, B, r] -> [T, B, r] of all ranks' tokens."""
+    whole = own.new_empty(own.shape[0] * group.size(), *own.shape[1:])
+    dist.all_gather_into_tensor(whole, own, group=group)
+    return whole
+
+
+def _scatter_sum(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Partial [T, B, r] -> their sum over the ranks, own tokens [T/tp, B, r]."""
+    own = partial.new_empty(partial.shape[0] // group.size(), *partial.shape[1:])
+    dist.reduce_scatter_tensor(own, partial, group=group)
+    return own

@@ -1,6 +1,6 @@
 """One rank's stage of one replica on megatron.core: process groups, the frozen model, its pipeline schedules.
 
-This module and `megatron_cpu` are the only ones that import megatron.core. Used as they are: HyperCommGrid with a rank
+Only this module, `attention` and `megatron_cpu` import megatron.core. Used as they are: HyperCommGrid with a rank
 offset per replica, GPTModel with an explicit ProcessGroupCollection, the 1F1B and no-pipelining schedules. Not used:
 its DDP, optimiser, checkpoints and global parallel state, all of which assume equal replicas.
 """
@@ -26,13 +26,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from data_prep.collate import CollatedChunk, padded_to_multiple
-from training.adapters import Adapter
-from training.attention import CausalAttention, FrozenRMSNorm
+from training.adapters import FUSED_TARGETS, Adapter
+from training.attention import CausalAttention, FrozenRMSNorm, PlainSelfAttention
 from training.layout import FleetLayout, Stage
 from training.loss import vocab_parallel_cross_entropy
 from training.low_rank import LowRankExchange, Spans, packed_spans, padded_spans
 from training.megatron_cpu import run_megatron_on_cpu
-from training.multi_lora import FUSED_TARGETS, FusedLayer, MultiLoraLinear
+from training.multi_lora import FusedLayer, MultiLoraLinear
 from training.weights import StageWeights, padded_vocab_size
 
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -105,6 +105,8 @@ class ReplicaModel:
         if stage.activations.recompute and stage.position.is_first_stage:
             # A recomputed layer's output needs a gradient only if its input does; the frozen embedding's does not.
             self.model.embedding.register_forward_hook(lambda _module, _args, output: output.requires_grad_(True))
+        if stage.position.is_last_stage:
+            self.model.output_layer.register_forward_hook(_with_adjacent_gradient_rows)
         self.model.train()
         self.vocab_size = stage.base.vocab_size
         columns = padded_vocab_size(stage.base, stage.tp) // stage.tp
@@ -187,6 +189,13 @@ class ReplicaModel:
         return output, weighted_loss
 
 
+def _with_adjacent_gradient_rows(_module, _inputs, output: tuple[Tensor, Tensor | None]) -> None:
+    """Megatron returns logits [B, T, V]; of its view's gradient torch.matmul would multiply every row by itself."""
+    logits_TBV = output[0]
+    if logits_TBV.requires_grad:
+        logits_TBV.register_hook(lambda gradient: gradient.flatten(0, 1).view(gradient.shape))
+
+
 def _chunk_params(chunk: CollatedChunk, stage: Stage) -> LoraChunkParams:
     """Spans and, for a packed chunk, segment borders: with them rope starts anew in every segment."""
     if chunk.segments is None:
@@ -249,6 +258,7 @@ def _build_frozen_model(stage: Stage, groups: ReplicaGroups, dtype: torch.dtype)
     )
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=base.has_qk_norm)
     parts = layer.submodules
+    parts.self_attention.module = PlainSelfAttention
     parts.self_attention.submodules.core_attention = CausalAttention
     parts.input_layernorm = parts.pre_mlp_layernorm = FrozenRMSNorm
     if base.has_qk_norm:

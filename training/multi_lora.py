@@ -2,10 +2,10 @@
 
     y = W x + s_t B_t A_t x     for the tokens of tenant t, t = 1..N in one micro-batch
 
-Tokens of one tenant lie next to each other, so the input is split into one span per tenant (`torch.split`: its backward
-is one concatenation; slices would cost O(N) full-size additions, and a dense mask would let one tenant's NaN reach the
-others as 0 * NaN). A Megatron layer fuses q, k, v (or gate, up); the fused A stacks their rows and the fused B is block
-diagonal with rows in Megatron's order, so that a tenant costs two matrix products per fused layer.
+Tokens of one tenant lie next to each other, so each tenant's product is added in place to its part of W x, and each
+tenant's gradients are summed in place into its buffer: no copy of y, no mask (under which one tenant's NaN would reach
+the others as 0 * NaN), no autograd graph per tenant. A Megatron layer fuses q, k, v (or gate, up): A x is one product
+with the stacked rows of A, B one product per target.
 
 What tensor-parallel ranks exchange, with and without sequence parallelism, is in `low_rank`. Not here: dropout.
 """
@@ -13,20 +13,11 @@ What tensor-parallel ranks exchange, with and without sequence parallelism, is i
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.adapters import Adapter
+from training.adapters import FUSED_TARGETS, Adapter, TensorKey
 from training.layout import Stage
 from training.low_rank import LowRankExchange, Spans
-
-FUSED_TARGETS = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-    "linear_proj": ("o_proj",),
-    "linear_fc1": ("gate_proj", "up_proj"),
-    "linear_fc2": ("down_proj",),
-}
-
 
 ROW_PARALLEL = ("linear_proj", "linear_fc2")
 
@@ -40,12 +31,58 @@ class FusedLayer:
     stage: Stage
 
     @property
-    def targets(self) -> tuple[str, ...]:
-        return FUSED_TARGETS[self.kind]
-
-    @property
     def row_parallel(self) -> bool:
         return self.kind in ROW_PARALLEL
+
+    @property
+    def columns(self) -> dict[str, slice]:
+        """Where this rank's outputs of each target are."""
+        columns, start = {}, 0
+        for target in FUSED_TARGETS[self.kind]:
+            num_out = self.stage.base.target_shape(target).num_out
+            size = num_out if self.row_parallel else num_out // self.stage.tp
+            columns[target] = slice(start, start + size)
+            start += size
+        return columns
+
+
+@dataclass(frozen=True)
+class MatrixB:
+    """B [out, r] of one target: views of values and gradient, the columns of y and of A x that it works on."""
+
+    values: Tensor
+    gradient: Tensor
+    columns: slice
+    low_columns: slice
+
+
+@dataclass(frozen=True)
+class FusedPair:
+    """One tenant's part in one fused layer: stacked A [R, in] and its gradient (views), and B of each target."""
+
+    values_a: Tensor
+    gradient_a: Tensor
+    matrices_b: tuple[MatrixB, ...]
+    scale: float
+
+
+def fused_pair(adapter: Adapter, place: FusedLayer) -> FusedPair | None:
+    """A tenant's part in a layer; None if its adapter has none."""
+    targets = [target for target in place.columns if TensorKey(place.layer, target, "A") in adapter.parameters]
+    if not targets:
+        return None
+    keys = [TensorKey(place.layer, target, "A") for target in targets]
+    values_a, gradient_a = (adapter.rows(flat, keys) for flat in (adapter.values.detach(), adapter.gradient))
+    if place.row_parallel:  # stored as [in, r]
+        values_a, gradient_a = values_a.t(), gradient_a.t()
+    matrices_b, rank = [], adapter.config.rank
+    for index, target in enumerate(targets):
+        key = TensorKey(place.layer, target, "B")
+        low_columns = slice(index * rank, (index + 1) * rank)
+        matrices_b.append(
+            MatrixB(adapter.parameters[key], adapter.gradients[key], place.columns[target], low_columns)
+        )
+    return FusedPair(values_a, gradient_a, tuple(matrices_b), adapter.config.scale)
 
 
 class MultiLoraLinear(nn.Module):
@@ -56,10 +93,12 @@ class MultiLoraLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.frozen = frozen
-        self.place = place
         self.exchange = exchange
-        self.adapters = adapters
+        pairs = {tenant: fused_pair(adapter, place) for tenant, adapter in adapters.items()}
+        self.pairs = {tenant: pair for tenant, pair in pairs.items() if pair is not None}
         self.spans: Spans | None = None
+        # Makes autograd call the backward pass also where nothing before this layer needs a gradient.
+        self.anchor = torch.zeros((), requires_grad=True, device=frozen.weight.device)
 
     @property
     def weight(self) -> Tensor:
@@ -71,55 +110,76 @@ class MultiLoraLinear(nn.Module):
         spans = self.spans
         if spans is None:
             raise RuntimeError("MultiLoraLinear was called without spans; chunks travel as LoraChunkParams")
-        pairs = {index: self._fused_pair(tenant) for index, tenant in enumerate(spans.tenants)}
-        fused = {index: pair for index, pair in pairs.items() if pair is not None}
-        if not fused:
-            return output, bias
-        sizes_in, sizes_out = self.exchange.sizes(spans)
-        parts = hidden.split(sizes_in, spans.dim)
-        lows = {index: F.linear(parts[index], pair[0].to(hidden.dtype)) for index, pair in fused.items()}
-        lows = self.exchange(lows, spans)
-        updates = []
-        for index, size in enumerate(sizes_out):
-            if index in fused:
-                updates.append(F.linear(lows[index], fused[index][1].to(hidden.dtype)))
-            else:
-                shape = [size if dim == spans.dim else n for dim, n in enumerate(output.shape)]
-                updates.append(output.new_zeros(shape))
-        return output + torch.cat(updates, spans.dim), bias
+        pairs = {index: self.pairs[tenant] for index, tenant in enumerate(spans.tenants) if tenant in self.pairs}
+        if pairs:
+            output = _AddLowRank.apply(output, hidden, self.anchor, pairs, spans, self.exchange)
+        return output, bias
 
-    def _fused_pair(self, tenant: str) -> tuple[Tensor, Tensor] | None:
-        """Fused (A [R, in], scaled B [out, R]) of a tenant in this layer; None if its adapter has no part in it."""
-        adapter = self.adapters.get(tenant)
-        if adapter is None:
-            return None
-        pairs = {target: adapter.pair(self.place.layer, target) for target in self.place.targets}
-        pairs = {target: pair for target, pair in pairs.items() if pair is not None}
-        if not pairs:
-            return None
-        matrices_a = [pair[0] for pair in pairs.values()]
-        matrix_a = matrices_a[0].t() if self.place.row_parallel else torch.cat(matrices_a)
-        matrix_b = self._block_diagonal({target: pair[1] for target, pair in pairs.items()})
-        return matrix_a, matrix_b * adapter.config.scale
 
-    def _block_diagonal(self, matrices_b: dict[str, Tensor]) -> Tensor:
-        """B of each target -> one [fused out, sum of ranks], rows in Megatron's order.
+class _AddLowRank(torch.autograd.Function):
+    """Adds s B A x to the frozen layer's output, in place: nobody else has seen that output.
 
-        qkv: per kv group its query heads, then its key head, then its value head. fc1: all gate rows, then all up rows.
-        """
-        place, base, tp = self.place, self.place.stage.base, self.place.stage.tp
-        if len(place.targets) == 1:
-            return matrices_b[place.targets[0]]
-        num_groups = base.num_kv_heads // tp if place.kind == "linear_qkv" else 1
-        total_rank = sum(matrix.shape[1] for matrix in matrices_b.values())
-        blocks, column = [], 0
-        for target in place.targets:
-            rows = base.target_shape(target).num_out // tp // num_groups
-            matrix = matrices_b.get(target)
-            if matrix is None:
-                blocks.append(next(iter(matrices_b.values())).new_zeros(num_groups, rows, total_rank))
-                continue
-            rank = matrix.shape[1]
-            blocks.append(F.pad(matrix.view(num_groups, rows, rank), (column, total_rank - column - rank)))
-            column += rank
-        return torch.cat(blocks, 1).flatten(0, 1)
+    Backward sums the gradients of A and B into their buffers itself; autograd knows only x and y.
+    """
+
+    @staticmethod
+    def forward(ctx, output, hidden, _anchor, pairs, spans, exchange):
+        sizes_in, sizes_out = exchange.sizes(spans)
+        inputs, outputs = hidden.split(sizes_in, spans.dim), output.split(sizes_out, spans.dim)
+        lows = {index: _product(inputs[index], pair.values_a.t()) for index, pair in pairs.items()}
+        lows = exchange.forward(lows, spans)
+        for index, pair in pairs.items():
+            for matrix in pair.matrices_b:
+                low = lows[index][..., matrix.low_columns]
+                _add_product(outputs[index][..., matrix.columns], low, matrix.values.t(), pair.scale)
+        ctx.save_for_backward(hidden, *lows.values())
+        ctx.pairs, ctx.spans, ctx.exchange = pairs, spans, exchange
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden, *saved_lows = ctx.saved_tensors
+        pairs, spans, exchange = ctx.pairs, ctx.spans, ctx.exchange
+        sizes_in, sizes_out = exchange.sizes(spans)
+        gradients = gradient.split(sizes_out, spans.dim)
+        low_gradients = {}
+        for (index, pair), low in zip(pairs.items(), saved_lows, strict=True):
+            parts = []
+            for matrix in pair.matrices_b:
+                own = gradients[index][..., matrix.columns]
+                _accumulate(matrix.gradient, own, low[..., matrix.low_columns], pair.scale)
+                parts.append(_product(own, matrix.values))
+            low_gradients[index] = torch.cat(parts, -1).mul_(pair.scale)
+        low_gradients = exchange.backward(low_gradients, spans)
+        inputs = hidden.split(sizes_in, spans.dim)
+        for index, pair in pairs.items():
+            _accumulate(pair.gradient_a, low_gradients[index], inputs[index], 1.0)
+        hidden_gradient = None
+        if ctx.needs_input_grad[1]:
+            hidden_gradient = torch.zeros_like(hidden)
+            parts = hidden_gradient.split(sizes_in, spans.dim)
+            for index, pair in pairs.items():
+                _add_product(parts[index], low_gradients[index], pair.values_a, 1.0)
+        return gradient, hidden_gradient, None, None, None, None
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left_TBa right [a, b] -> [T, B, b]. As two matrices: for strided columns torch.matmul would multiply row by row."""
+    return (left.flatten(0, 1) @ right.to(left.dtype)).view(*left.shape[:2], right.shape[1])
+
+
+def _add_product(target: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    """target_TBO += scale * left_TBr right [r, O], in place. One sequence's tokens (B = 1) need no temporary."""
+    if target.shape[1] == 1:
+        target.squeeze(1).addmm_(left.flatten(0, 1), right.to(left.dtype), alpha=scale)
+    else:
+        target.add_(_product(left, right), alpha=scale)
+
+
+def _accumulate(target: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    """target [a, b] += scale * the sum over T and B of left_TBa right_TBb, in place, in the target's precision."""
+    left, right = left.flatten(0, 1).t(), right.flatten(0, 1)
+    if left.dtype == target.dtype:
+        target.addmm_(left, right, alpha=scale)
+    else:
+        target.add_(left @ right, alpha=scale)

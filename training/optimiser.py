@@ -29,13 +29,13 @@ class UpdateReport:
 
 
 class TenantOptimiser:
-    """AdamW over one adapter's local tensors. Moments have the shape of their parameter."""
+    """AdamW over one adapter's local tensors, all in one flat parameter."""
 
     def __init__(self, adapter: Adapter, config: OptimiserConfig) -> None:
         self.adapter = adapter
         self.config = config
         self.adamw = torch.optim.AdamW(
-            list(adapter.parameters.values()),
+            [adapter.values],
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
@@ -43,24 +43,21 @@ class TenantOptimiser:
             foreach=True,
         )
 
-    def moments(self, key: TensorKey) -> dict[str, torch.Tensor]:
-        """First and second moment of one tensor; zeros before the first update."""
-        parameter = self.adapter.parameters[key]
-        state = self.adamw.state.get(parameter, {})
-        return {name: state[name] if name in state else torch.zeros_like(parameter) for name in MOMENTS}
+    def moments(self) -> dict[str, dict[TensorKey, torch.Tensor]]:
+        """First and second moment of every tensor, in its shape; zeros before the first update."""
+        state = self.adamw.state.get(self.adapter.values) or dict.fromkeys(MOMENTS, torch.zeros_like(self.adapter.values))
+        return {name: self.adapter.views(state[name]) for name in MOMENTS}
 
-    def restore(self, key: TensorKey, moments: dict[str, torch.Tensor], num_updates: int) -> None:
-        """Continue from saved moments after `num_updates` updates."""
-        parameter = self.adapter.parameters[key]
-        state = {name: moments[name].to(parameter.device) for name in MOMENTS}
-        self.adamw.state[parameter] = {"step": torch.tensor(float(num_updates)), **state}
+    def restore(self, moments: Mapping[str, Mapping[TensorKey, torch.Tensor]], num_updates: int) -> None:
+        """Continue from saved moments (local tensors) after `num_updates` updates."""
+        state = {name: self.adapter.flattened(moments[name]) for name in MOMENTS}
+        self.adamw.state[self.adapter.values] = {"step": torch.tensor(float(num_updates)), **state}
 
     def update(self, grad_norm: float, learning_rate: float) -> None:
         self.adamw.param_groups[0]["lr"] = learning_rate
         limit = self.config.max_grad_norm
         if limit is not None and grad_norm > limit:
-            gradients = [parameter.grad for parameter in self.adapter.parameters.values()]
-            torch._foreach_mul_(gradients, limit / (grad_norm + 1e-6))
+            self.adapter.gradient.mul_(limit / (grad_norm + 1e-6))
         self.adamw.step()
 
 
@@ -93,12 +90,9 @@ class JointOptimiser:
 
     def _statistics(self, adapter: Adapter) -> torch.Tensor:
         """[sum of squares that this rank contributes, non-finite values], float64."""
-        square_sum = torch.zeros((), dtype=torch.float64, device=self.stage.device)
-        num_nonfinite = torch.zeros((), dtype=torch.float64, device=self.stage.device)
-        for key, parameter in adapter.parameters.items():
-            gradient = parameter.grad
-            num_nonfinite += (~torch.isfinite(gradient)).sum()
-            is_split = adapter.place(key).is_split
-            if self.stage.position.replica.index == 0 and (is_split or self.stage.tp_rank == 0):
-                square_sum += gradient.double().square().sum()
+        num_nonfinite = (~torch.isfinite(adapter.gradient)).sum().double()
+        counted = adapter.gradient if self.stage.tp_rank == 0 else adapter.gradient[adapter.num_replicated :]
+        if self.stage.position.replica.index != 0:
+            return torch.stack([torch.zeros_like(num_nonfinite), num_nonfinite])
+        square_sum = torch.linalg.vector_norm(counted, dtype=torch.float64).square()
         return torch.stack([square_sum.nan_to_num(0.0, 0.0, 0.0), num_nonfinite])

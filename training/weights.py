@@ -1,7 +1,7 @@
 """Hugging Face safetensors -> the tensors of one rank's Megatron stage, read slice by slice.
 
-Megatron fuses q, k, v per kv group (q..q k v | q..q k v | ..) and gate, up (all gate rows, then all up rows). The
-vocabulary is zero-padded to a multiple of tp; the loss masks those columns. Logits then equal transformers' to float32
+q, k, v are one matrix, and so are gate and up, each rank's rows one after the other (`training.attention` splits them
+again; Megatron's own order would take them apart by groups of heads). The vocabulary is zero-padded to a multiple of tp; the loss masks those columns. Logits then equal transformers' to float32
 rounding for Llama (GQA), Qwen2 (bias, tied embeddings) and Qwen3 (q/k norm).
 """
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
+from training.adapters import FUSED_TARGETS
 from training.base_model import BaseModel, BaseModelError, module_name
 from training.layout import Stage
 
@@ -60,27 +61,19 @@ class StageWeights:
 
         prefix = f"model.layers.{layer}."
         tensors = {
-            "self_attention.linear_qkv.weight": self._fuse_qkv(part("q_proj"), part("k_proj"), part("v_proj")),
+            "self_attention.linear_qkv.weight": torch.cat([part(target) for target in FUSED_TARGETS["linear_qkv"]]),
             "self_attention.linear_proj.weight": part("o_proj", dim=1),
-            "mlp.linear_fc1.weight": torch.cat([part("gate_proj"), part("up_proj")]),
+            "mlp.linear_fc1.weight": torch.cat([part(target) for target in FUSED_TARGETS["linear_fc1"]]),
             "mlp.linear_fc2.weight": part("down_proj", dim=1),
             "input_layernorm.weight": self._whole(prefix + "input_layernorm.weight"),
             "pre_mlp_layernorm.weight": self._whole(prefix + "post_attention_layernorm.weight"),
         }
         if self.base.has_qkv_bias:
-            tensors["self_attention.linear_qkv.bias"] = self._fuse_qkv(
-                part("q_proj", "bias"), part("k_proj", "bias"), part("v_proj", "bias")
-            )
+            tensors["self_attention.linear_qkv.bias"] = torch.cat([part(target, "bias") for target in FUSED_TARGETS["linear_qkv"]])
         if self.base.has_qk_norm:
             tensors["self_attention.q_layernorm.weight"] = self._whole(prefix + "self_attn.q_norm.weight")
             tensors["self_attention.k_layernorm.weight"] = self._whole(prefix + "self_attn.k_norm.weight")
         return tensors
-
-    def _fuse_qkv(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        num_groups = self.base.num_kv_heads // self.tp
-        rest = query.shape[1:]
-        parts = [tensor.view(num_groups, -1, *rest) for tensor in (query, key, value)]
-        return torch.cat(parts, 1).reshape(-1, *rest)
 
     def _vocab_rows(self, name: str) -> Tensor:
         rows = padded_vocab_size(self.base, self.tp) // self.tp

@@ -153,10 +153,9 @@ def make_worker(spec: FleetSpec, rank: int) -> Worker:
 def set_adapters(worker: Worker, values: dict[str, dict]) -> None:
     """Give every adapter the rank's part of these canonical tensors."""
     stage = worker.stage
-    with torch.no_grad():
-        for name, optimiser in worker.optimisers.items():
-            for key, parameter in optimiser.adapter.parameters.items():
-                parameter.copy_(optimiser.adapter.place(key).to_local(values[name][key], stage.tp, stage.tp_rank))
+    for name, optimiser in worker.optimisers.items():
+        for key, parameter in optimiser.adapter.parameters.items():
+            parameter.copy_(optimiser.adapter.place(key).to_local(values[name][key], stage.tp, stage.tp_rank))
 
 
 def gradients_of(worker: Worker, values: dict[str, dict], plan: StepPlan) -> dict:
@@ -168,9 +167,9 @@ def gradients_of(worker: Worker, values: dict[str, dict], plan: StepPlan) -> dic
     tenants = sorted(plan.supervised_tokens)
     worker.sync(tenants)
     gradients = {
-        (name, key): parameter.grad.numpy().copy()
+        (name, key): gradient.numpy().copy()
         for name in tenants
-        for key, parameter in worker.optimisers[name].adapter.parameters.items()
+        for key, gradient in worker.optimisers[name].adapter.gradients.items()
     }
     for optimiser in worker.optimisers.values():
         optimiser.adapter.clear_gradients()
