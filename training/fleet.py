@@ -37,11 +37,11 @@ from training.fleet_spec import (
 )
 from training.probe import Probe
 from training.processes import connect_store
+from training.report_listener import ReportListener
 
 LOOPBACK = "127.0.0.1"
 SAVE_POLL_SECONDS = 0.02
-POLL_SECONDS = 0.002  # between looks for a report; a look costs 0.05 ms
-FAILURE_POLL_SECONDS = 0.5  # between looks for failures while waiting
+FAILURE_POLL_SECONDS = 0.2  # between looks for failures while waiting
 STOP_SECONDS = 5.0
 
 
@@ -71,6 +71,7 @@ class Fleet:
         self._stopping = threading.Event()
         self._number = READY
         self._agent: subprocess.Popen | None = None
+        self._reports: ReportListener | None = None
         self.is_ready = False
         self._num_completed_steps = 0
 
@@ -78,6 +79,9 @@ class Fleet:
         """Start the agent and wait until every rank is ready to train."""
         self._store.add(HEARTBEAT_KEY, 1)
         threading.Thread(target=self._beat, name="fleet-heartbeat", daemon=True).start()
+        self._reports = ReportListener(
+            connect_store(LOOPBACK, self._port, self._generation), self.spec.world_size
+        )
         last_rank = self.spec.world_size - 1
         self.spec.log_dir.mkdir(parents=True, exist_ok=True)
         arguments = [LOOPBACK, *map(str, (self._port, os.getpid(), self._generation, 0, last_rank))]
@@ -177,6 +181,9 @@ class Fleet:
         if self._agent is not None:
             self._agent.kill()
             self._agent.wait()
+        if self._reports is not None:
+            self._reports.close(self._store)
+            self._reports = None
 
     def __enter__(self) -> "Fleet":
         return self
@@ -191,22 +198,17 @@ class Fleet:
         self._store.set(command_key(self._number), json.dumps(command))
 
     def _collect(self, number: int, timeout_seconds: float, what: str) -> list[dict]:
+        assert self._reports is not None, "the fleet was not launched"
         keys = [report_key(number, rank) for rank in range(self.spec.world_size)]
         deadline = time.monotonic() + timeout_seconds
-        look_for_failure = 0.0
-        for key in keys:
-            while not self._store.check([key]):
-                now = time.monotonic()
-                if now > look_for_failure:
-                    self._raise_failure()
-                    look_for_failure = now + FAILURE_POLL_SECONDS
-                if now > deadline:
-                    late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                    raise FleetTimeoutError(
-                        f"ranks {late} did not {what} within {timeout_seconds:.0f} s; last lines of rank {late[0]}'s "
-                        f"log:\n{self._last_lines(late[0])}"
-                    )
-                time.sleep(POLL_SECONDS)
+        while not self._reports.wait(number, min(FAILURE_POLL_SECONDS, deadline - time.monotonic())):
+            self._raise_failure()
+            if time.monotonic() > deadline:
+                late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                raise FleetTimeoutError(
+                    f"ranks {late} did not {what} within {timeout_seconds:.0f} s; last lines of rank {late[0]}'s "
+                    f"log:\n{self._last_lines(late[0])}"
+                )
         reports = [json.loads(self._store.get(key)) for key in keys]
         for key in (*keys, command_key(number)):
             self._store.delete_key(key)
