@@ -30,6 +30,7 @@ from planning.packed_search import improve_packed
 from planning.packing import Order, PackedLoad, PackingTask, pack
 from planning.shares import cost_table, shares
 from planning.split_lp import SplitSolver, bucket_costs, class_costs, class_ends
+from planning.tenant_grouping import grouped_by_tenant
 from planning.types import Candidate, Chunk, DeploymentPlan, Dispatch, ParallelConfig, Replica, SequenceRef
 
 GOOD_ENOUGH = 1e-4  # relative distance to the bound at which the local search stops
@@ -115,7 +116,9 @@ class Dispatcher:
         lengths = np.array([sequence.num_tokens for sequence in ordered])
         if self._batching is Batching.PACKED:
             packed, bound = self.pack(lengths)
-            chunks, uppers = _packed_chunks(ordered, packed, len(self._replicas)), np.array([], dtype=np.int64)
+            by_replica = _packed_chunks(ordered, packed, len(self._replicas))
+            chunks = [grouped_by_tenant(c, own) for c, own in zip(self._candidate_of, by_replica, strict=True)]
+            uppers = np.array([], dtype=np.int64)
         else:
             batch = self.buckets_of(lengths)
             load, bound = self.assign(batch)
@@ -180,17 +183,18 @@ class Dispatcher:
 
 
 def _padded_chunks(ordered: list[SequenceRef], batch: BucketCounts, load: Load) -> list[list[Chunk]]:
-    """Deals the sequences (by length) to the replicas in order."""
+    """Deals each bucket's sequences to the replicas in order, a tenant's together: all cost the same there."""
     chunks: list[list[Chunk]] = [[] for _ in range(len(load.fixed))]
     num_chunks_RJ = -(-load.num_sequences // np.maximum(load.chunk, 1))
-    first = 0
-    for bucket in range(len(batch.uppers)):
-        padded_tokens = int(batch.uppers[bucket])
+    last = np.cumsum(batch.counts).tolist()
+    for bucket, padded_tokens in enumerate(batch.uppers.tolist()):
+        members = sorted(ordered[last[bucket] - int(batch.counts[bucket]) : last[bucket]], key=_by_row)
+        first = 0
         for replica in np.flatnonzero(load.num_sequences[:, bucket]).tolist():
             count, num_chunks = int(load.num_sequences[replica, bucket]), int(num_chunks_RJ[replica, bucket])
             ends = [first + count * k // num_chunks for k in range(num_chunks + 1)]
             chunks[replica] += [
-                Chunk(tuple(sorted(ordered[start:end], key=_by_row)), padded_tokens) for start, end in pairwise(ends)
+                Chunk(tuple(members[start:end]), padded_tokens) for start, end in pairwise(ends)
             ]
             first += count
     return chunks

@@ -28,7 +28,6 @@ from training.adapter_probe import ProbeItem, ProbeResult
 from training.parent_death import die_with_parent
 
 NUM_TOKENS = 32
-NICENESS = 10
 MAX_ERROR = 0.05  # of the adapter's effect: one wrong module of 200 is about 0.07, rounding 1e-4
 LOAD_ERRORS = (RuntimeError, ValueError, KeyError, OSError, SafetensorError)
 NO_EFFECT = "loaded with peft it leaves the base model's logits as they are: its keys do not match the model"
@@ -86,7 +85,6 @@ def main() -> None:
     logging.disable_progress_bar()
     request = json.load(sys.stdin)
     die_with_parent(request["parent_pid"])
-    os.nice(NICENESS)
 
     def load_base() -> PreTrainedModel:
         dtype = getattr(torch, request["dtype"])
