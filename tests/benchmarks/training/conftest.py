@@ -52,9 +52,9 @@ class Joint:
 
     @property
     def candidates(self) -> dict[ParallelConfig, Candidate]:
-        """Costs that fit this size of model roughly; the plan of a step needs no better ones."""
+        """Costs as measured on one core for 4 layers x 256; the plan of a step needs no better ones."""
         configs = {group.config for group in self.plan.groups}
-        return {config: Candidate(config, 1024, 8e-3, 1.5e-4 / config.num_gpus, 1e-8) for config in configs}
+        return {config: Candidate(config, 1024, 1.3e-2, 2.6e-4 / config.num_gpus, 1.3e-7 / config.num_gpus) for config in configs}
 
     @property
     def spec(self) -> FleetSpec:
