@@ -6,6 +6,7 @@ VENV := .venv
 STAMP := $(VENV)/.stamp
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -q
+WORKERS ?= 2
 
 .PHONY: demo test test-slow check bench clean
 .DELETE_ON_ERROR:
@@ -24,8 +25,9 @@ demo: $(STAMP)
 	@$(BIN)/lobra run infra/runs/demo.yaml --fresh
 	@$(BIN)/lobra compare infra/runs/demo.yaml --fresh --strategies lobra:padded,lobra:packed,task_fused:packed,task_sequential:packed
 
+# A test file stays on one worker, for its fixtures; each worker has servers and fleets of its own.
 test: $(STAMP)
-	@$(PYTEST)
+	@$(PYTEST) --numprocesses $(WORKERS) --dist loadfile
 
 test-slow: $(STAMP)
 	@$(PYTEST) -m "slow and not gpu"

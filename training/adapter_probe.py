@@ -17,7 +17,7 @@ from training.base_model import module_name
 from training.config import BaseModelConfig, TenantConfig
 
 PROBE_SECONDS = 1800.0
-NICENESS = 19  # from the start, for importing peft takes longer than the probe; on a CPU ranks need the cores
+NICENESS = 10  # from the start, for importing peft takes longer than the probe; on a CPU ranks need the cores
 POLL_SECONDS = 0.25
 NUM_SHOWN_LINES = 3
 

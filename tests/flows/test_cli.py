@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flows.cli import main
 from flows.config import read_run_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -24,6 +25,21 @@ def lobra(workspace: Path) -> RunLobra:
         command = [str(Path(sys.executable).with_name("lobra")), *arguments]
         environment = {**os.environ, "COLUMNS": "200"}
         return subprocess.run(command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=120)
+
+    return run
+
+
+@pytest.fixture
+def lobra_here(workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunLobra:
+    """`lobra_here(*arguments)`: the same command in this process, which need not import everything anew."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["lobra", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        output, errors = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, int(end.value.code or 0), output, errors)
 
     return run
 
@@ -184,9 +200,9 @@ def without_memory_table(path: str, tokens: int | None = None) -> str:
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_exits_2_and_names_field_and_remedy(case: str, lobra: RunLobra, run_file, workspace: Path) -> None:
+def test_bad_input_exits_2_and_names_field_and_remedy(case: str, lobra_here: RunLobra, run_file, workspace: Path) -> None:
     change, wanted = BAD_INPUT[case]
-    result = lobra("plan", run_file(change))
+    result = lobra_here("plan", run_file(change))
     assert result.returncode == 2, result.stdout + result.stderr
     for words in wanted:
         assert words in result.stderr, result.stderr
@@ -205,53 +221,53 @@ def test_bad_input_exits_2_and_names_field_and_remedy(case: str, lobra: RunLobra
     ids=["empty file", "malformed line", "all rows rejected", "not text"],
 )
 def test_bad_data_exits_2_and_names_the_row(
-    content: str, wanted: str, lobra: RunLobra, run_file, workspace: Path
+    content: str, wanted: str, lobra_here: RunLobra, run_file, workspace: Path
 ) -> None:
     (workspace / "short.jsonl").write_bytes(content.encode("latin-1"))
-    result = lobra("validate", run_file())
+    result = lobra_here("validate", run_file())
     assert result.returncode == 2, result.stdout + result.stderr
     assert "tenant 'short'" in result.stderr
     assert wanted in result.stderr, result.stderr
 
 
 def test_a_base_model_without_tokenizer_or_of_another_kind_is_refused(
-    lobra: RunLobra, run_file, tiny_base: Path, workspace: Path
+    lobra_here: RunLobra, run_file, tiny_base: Path, workspace: Path
 ) -> None:
     copy = workspace / "model"
     copy.mkdir()
     for name in ("config.json", "model.safetensors"):
         (copy / name).write_bytes((tiny_base / name).read_bytes())
-    result = lobra("plan", run_file(set_key("base_model", "path", value="model")))
+    result = lobra_here("plan", run_file(set_key("base_model", "path", value="model")))
     assert (result.returncode, "tokenizer" in result.stderr) == (2, True), result.stderr
     (copy / "config.json").write_text('{"model_type": "gpt2"}')
-    result = lobra("plan", "run.yaml")
+    result = lobra_here("plan", "run.yaml")
     assert (result.returncode, "'gpt2' is not supported" in result.stderr) == (2, True), result.stderr
 
 
-def test_data_outside_the_allowed_folders_is_refused(lobra: RunLobra, run_file, monkeypatch, workspace: Path) -> None:
+def test_data_outside_the_allowed_folders_is_refused(lobra_here: RunLobra, run_file, monkeypatch, workspace: Path) -> None:
     (workspace / "allowed").mkdir()
     monkeypatch.setenv("LOBRA_DATA_ROOTS", str(workspace / "allowed"))
     (workspace / "allowed" / "sneaky").symlink_to(workspace)
-    result = lobra("plan", run_file(set_key("base_model", "path", value="allowed/sneaky")))
+    result = lobra_here("plan", run_file(set_key("base_model", "path", value="allowed/sneaky")))
     assert result.returncode == 2
     assert "base_model.path: allowed/sneaky lies outside the allowed folders" in result.stderr
 
 
 def test_an_initial_adapter_outside_the_allowed_folders_is_refused(
-    lobra: RunLobra, run_file, tiny_base: Path, monkeypatch, workspace: Path
+    lobra_here: RunLobra, run_file, tiny_base: Path, monkeypatch, workspace: Path
 ) -> None:
     roots = (tiny_base, workspace / "short.jsonl", workspace / "inside")
     monkeypatch.setenv("LOBRA_DATA_ROOTS", os.pathsep.join(map(str, roots)))
     (workspace / "inside").mkdir()
     (workspace / "inside" / "adapter_model.safetensors").symlink_to(workspace / "long.jsonl")
-    result = lobra("plan", run_file(set_key("tenants", 0, "adapter", "initial_adapter", value="inside")))
+    result = lobra_here("plan", run_file(set_key("tenants", 0, "adapter", "initial_adapter", value="inside")))
     assert result.returncode == 2
     wanted = "tenants[0] (short).adapter.initial_adapter: inside/adapter_model.safetensors lies outside"
     assert wanted in result.stderr, result.stderr
 
 
-def test_status_of_a_folder_that_is_none_is_refused(lobra: RunLobra, workspace: Path) -> None:
-    result = lobra("status", str(workspace))
+def test_status_of_a_folder_that_is_none_is_refused(lobra_here: RunLobra, workspace: Path) -> None:
+    result = lobra_here("status", str(workspace))
     assert (result.returncode, "not a run folder" in result.stderr) == (2, True)
 
 
@@ -260,9 +276,9 @@ def test_status_of_a_folder_that_is_none_is_refused(lobra: RunLobra, workspace: 
     [("lobra", "at least two"), ("lobra,fused", "'fused' in 'fused' is unknown; choose from lobra")],
 )
 def test_compare_refuses_strategies_that_it_cannot_compare(
-    strategies: str, wanted: str, lobra: RunLobra, run_file
+    strategies: str, wanted: str, lobra_here: RunLobra, run_file
 ) -> None:
-    result = lobra("compare", run_file(), "--strategies", strategies)
+    result = lobra_here("compare", run_file(), "--strategies", strategies)
     assert (result.returncode, wanted in result.stderr) == (2, True), result.stderr
 
 
@@ -280,8 +296,8 @@ def test_gc_says_what_it_frees_and_removes_it_only_without_dry_run(lobra: RunLob
 
 
 @pytest.mark.parametrize("command", ["export", "merge"])
-def test_an_adapter_of_no_run_is_refused(command: str, lobra: RunLobra) -> None:
-    result = lobra(command, "nowhere", "short", "out")
+def test_an_adapter_of_no_run_is_refused(command: str, lobra_here: RunLobra) -> None:
+    result = lobra_here(command, "nowhere", "short", "out")
     assert (result.returncode, "nowhere: not a run folder" in result.stderr) == (2, True), result.stderr
 
 

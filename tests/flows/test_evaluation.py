@@ -96,7 +96,7 @@ def test_a_tenant_that_stops_early_is_published_while_the_other_trains_and_only_
     page = folder.report.read_text()
     assert "stopped early" in page
     assert f"at step {long['best_evaluation_step']}" in page
-    shown = CliRunner().invoke(cli.app, ["status", str(folder.path)], env={"COLUMNS": "200"})
+    shown = CliRunner().invoke(cli.app, ["status", str(folder.path), "--json"])
     assert "stopped_early" in shown.output
 
 

@@ -336,6 +336,27 @@ def with_spans_of_the_whole_chunk_on_every_shard(patch: pytest.MonkeyPatch) -> N
     patch.setattr(megatron_model, "packed_spans", first_shard)
 
 
+def with_the_newest_chunks_tenants_at_recompute(patch: pytest.MonkeyPatch) -> None:
+    """What a global "current chunk" would do: a recomputed layer takes the tenants of a chunk begun since."""
+    newest: list[tuple[str, ...]] = []
+
+    class Stale(megatron_model.LoraChunkParams):
+        def __getattribute__(self, name: str) -> object:
+            value = super().__getattribute__(name)
+            if name != "spans" or value is None:
+                return value
+            tenants = (newest[-1] * len(value.tenants))[: len(value.tenants)]
+            return dataclasses.replace(value, tenants=tenants)
+
+    def stale_params(chunk: CollatedChunk, stage: Stage) -> megatron_model.LoraChunkParams:
+        newest.append(tuple(span.tenant for span in chunk.spans))
+        return honest(chunk, stage)
+
+    honest = megatron_model._chunk_params
+    patch.setattr(megatron_model, "LoraChunkParams", Stale)
+    patch.setattr(megatron_model, "_chunk_params", stale_params)
+
+
 SEQUENCE_PARALLEL = ActivationPolicy(sequence_parallel=True)
 COMMON_FAULTS = (
     without_backward_all_reduce,
@@ -346,6 +367,7 @@ FAULTS = (
     *((fault, ActivationPolicy()) for fault in COMMON_FAULTS),
     (with_replicated_tensors_of_own_tokens_counted_once, SEQUENCE_PARALLEL),
     (with_spans_of_the_whole_chunk_on_every_shard, SEQUENCE_PARALLEL),
+    (with_the_newest_chunks_tenants_at_recompute, ActivationPolicy(recompute=True)),
 )
 
 
