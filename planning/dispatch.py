@@ -193,9 +193,7 @@ def _padded_chunks(ordered: list[SequenceRef], batch: BucketCounts, load: Load) 
         for replica in np.flatnonzero(load.num_sequences[:, bucket]).tolist():
             count, num_chunks = int(load.num_sequences[replica, bucket]), int(num_chunks_RJ[replica, bucket])
             ends = [first + count * k // num_chunks for k in range(num_chunks + 1)]
-            chunks[replica] += [
-                Chunk(tuple(members[start:end]), padded_tokens) for start, end in pairwise(ends)
-            ]
+            chunks[replica] += [Chunk(tuple(members[start:end]), padded_tokens) for start, end in pairwise(ends)]
             first += count
     return chunks
 

@@ -30,9 +30,7 @@ def _num_spans(chunks: Sequence[Chunk]) -> int:
     return sum(len({sequence.tenant for sequence in chunk.sequences}) for chunk in chunks)
 
 
-def _regrouped(
-    sequences: Sequence[SequenceRef], room_tokens: int, num_chunks: int
-) -> list[list[SequenceRef]] | None:
+def _regrouped(sequences: Sequence[SequenceRef], room_tokens: int, num_chunks: int) -> list[list[SequenceRef]] | None:
     """Tenants with most tokens first, each from its longest sequence: into its own fullest chunk with room, else into
     the fullest that holds all the tenant still has, else into the emptiest. None if one finds no room or a chunk stays
     empty."""

@@ -116,7 +116,8 @@ def load_tenant(checkpoint: Path, tenant: TenantConfig, num_updates: int, stage:
     if num_updates:
         with safe_open(optimiser_file(checkpoint, name), framework="pt") as moments:
             optimiser.restore(
-                {kind: _local(adapter, _reader(moments, tenant, stage.base, f"{kind}.")) for kind in MOMENTS}, num_updates
+                {kind: _local(adapter, _reader(moments, tenant, stage.base, f"{kind}.")) for kind in MOMENTS},
+                num_updates,
             )
     if stage.position.replica.index == 0 and best_file(checkpoint, name).exists():
         with safe_open(best_file(checkpoint, name), framework="pt") as best:

@@ -79,9 +79,7 @@ class Fleet:
         """Start the agent and wait until every rank is ready to train."""
         self._store.add(HEARTBEAT_KEY, 1)
         threading.Thread(target=self._beat, name="fleet-heartbeat", daemon=True).start()
-        self._reports = ReportListener(
-            connect_store(LOOPBACK, self._port, self._generation), self.spec.world_size
-        )
+        self._reports = ReportListener(connect_store(LOOPBACK, self._port, self._generation), self.spec.world_size)
         last_rank = self.spec.world_size - 1
         self.spec.log_dir.mkdir(parents=True, exist_ok=True)
         arguments = [LOOPBACK, *map(str, (self._port, os.getpid(), self._generation, 0, last_rank))]

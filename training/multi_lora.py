@@ -79,9 +79,7 @@ def fused_pair(adapter: Adapter, place: FusedLayer) -> FusedPair | None:
     for index, target in enumerate(targets):
         key = TensorKey(place.layer, target, "B")
         low_columns = slice(index * rank, (index + 1) * rank)
-        matrices_b.append(
-            MatrixB(adapter.parameters[key], adapter.gradients[key], place.columns[target], low_columns)
-        )
+        matrices_b.append(MatrixB(adapter.parameters[key], adapter.gradients[key], place.columns[target], low_columns))
     return FusedPair(values_a, gradient_a, tuple(matrices_b), adapter.config.scale)
 
 

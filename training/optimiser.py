@@ -45,7 +45,9 @@ class TenantOptimiser:
 
     def moments(self) -> dict[str, dict[TensorKey, torch.Tensor]]:
         """First and second moment of every tensor, in its shape; zeros before the first update."""
-        state = self.adamw.state.get(self.adapter.values) or dict.fromkeys(MOMENTS, torch.zeros_like(self.adapter.values))
+        state = self.adamw.state.get(self.adapter.values) or dict.fromkeys(
+            MOMENTS, torch.zeros_like(self.adapter.values)
+        )
         return {name: self.adapter.views(state[name]) for name in MOMENTS}
 
     def restore(self, moments: Mapping[str, Mapping[TensorKey, torch.Tensor]], num_updates: int) -> None:

@@ -69,7 +69,9 @@ class StageWeights:
             "pre_mlp_layernorm.weight": self._whole(prefix + "post_attention_layernorm.weight"),
         }
         if self.base.has_qkv_bias:
-            tensors["self_attention.linear_qkv.bias"] = torch.cat([part(target, "bias") for target in FUSED_TARGETS["linear_qkv"]])
+            tensors["self_attention.linear_qkv.bias"] = torch.cat(
+                [part(target, "bias") for target in FUSED_TARGETS["linear_qkv"]]
+            )
         if self.base.has_qk_norm:
             tensors["self_attention.q_layernorm.weight"] = self._whole(prefix + "self_attn.q_norm.weight")
             tensors["self_attention.k_layernorm.weight"] = self._whole(prefix + "self_attn.k_norm.weight")

@@ -200,7 +200,9 @@ def without_memory_table(path: str, tokens: int | None = None) -> str:
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_exits_2_and_names_field_and_remedy(case: str, lobra_here: RunLobra, run_file, workspace: Path) -> None:
+def test_bad_input_exits_2_and_names_field_and_remedy(
+    case: str, lobra_here: RunLobra, run_file, workspace: Path
+) -> None:
     change, wanted = BAD_INPUT[case]
     result = lobra_here("plan", run_file(change))
     assert result.returncode == 2, result.stdout + result.stderr
@@ -244,7 +246,9 @@ def test_a_base_model_without_tokenizer_or_of_another_kind_is_refused(
     assert (result.returncode, "'gpt2' is not supported" in result.stderr) == (2, True), result.stderr
 
 
-def test_data_outside_the_allowed_folders_is_refused(lobra_here: RunLobra, run_file, monkeypatch, workspace: Path) -> None:
+def test_data_outside_the_allowed_folders_is_refused(
+    lobra_here: RunLobra, run_file, monkeypatch, workspace: Path
+) -> None:
     (workspace / "allowed").mkdir()
     monkeypatch.setenv("LOBRA_DATA_ROOTS", str(workspace / "allowed"))
     (workspace / "allowed" / "sneaky").symlink_to(workspace)

@@ -52,7 +52,9 @@ def test_tenants_that_fill_chunks_of_their_own_get_them() -> None:
 @pytest.mark.parametrize("batching", Batching)
 def test_a_step_has_few_tenants_per_chunk(batching: Batching) -> None:
     # lengths alternate between the tenants, so chunks made by length alone would hold both
-    sequences = [SequenceRef("ab"[row % 2], row, 3 if batching is Batching.PADDED else 3 + row % 2) for row in range(20)]
+    sequences = [
+        SequenceRef("ab"[row % 2], row, 3 if batching is Batching.PADDED else 3 + row % 2) for row in range(20)
+    ]
     replicas = (Replica(0, FLAT.config, 0), Replica(1, FLAT.config, 1))
     dispatch = Dispatcher(replicas, {FLAT.config: FLAT}, 4, 2000, batching).dispatch(sequences)
     chunks = [chunk for own in dispatch.chunks for chunk in own]

@@ -54,7 +54,10 @@ class Joint:
     def candidates(self) -> dict[ParallelConfig, Candidate]:
         """Costs as measured on one core for 4 layers x 256; the plan of a step needs no better ones."""
         configs = {group.config for group in self.plan.groups}
-        return {config: Candidate(config, 1024, 1.3e-2, 2.6e-4 / config.num_gpus, 1.3e-7 / config.num_gpus) for config in configs}
+        return {
+            config: Candidate(config, 1024, 1.3e-2, 2.6e-4 / config.num_gpus, 1.3e-7 / config.num_gpus)
+            for config in configs
+        }
 
     @property
     def spec(self) -> FleetSpec:
