@@ -117,7 +117,9 @@ class Dispatcher:
         if self._batching is Batching.PACKED:
             packed, bound = self.pack(lengths)
             by_replica = _packed_chunks(ordered, packed, len(self._replicas))
-            chunks = [grouped_by_tenant(c, own) for c, own in zip(self._candidate_of, by_replica, strict=True)]
+            chunks: Sequence[Sequence[Chunk]] = [
+                grouped_by_tenant(c, own) for c, own in zip(self._candidate_of, by_replica, strict=True)
+            ]
             uppers = np.array([], dtype=np.int64)
         else:
             batch = self.buckets_of(lengths)

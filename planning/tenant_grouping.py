@@ -1,8 +1,8 @@
 """Fewer tenants per chunk: the same sequences on the same replica in as many packed chunks, tenants kept together.
 
 Every tenant in a chunk costs matrix products of its own in every layer, which the cost model does not know: halving
-their number took 5 % off a step (four layers x 256, six tenants). Who shares a chunk is free where the replica's seconds
-depend on the number of chunks alone, which is without a pipeline.
+their number took 5 % off a step (four layers x 256, six tenants). Who shares a chunk is free without a pipeline, where
+the replica's seconds depend on the number of chunks alone.
 """
 
 from bisect import bisect_left, insort

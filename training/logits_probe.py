@@ -9,7 +9,6 @@ request as JSON on stdin, results as JSON on stdout.
 """
 
 import json
-import os
 import sys
 import warnings
 from collections.abc import Iterator

@@ -162,7 +162,7 @@ class _AddLowRank(torch.autograd.Function):
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left_TBa right [a, b] -> [T, B, b]. As two matrices: for strided columns torch.matmul would multiply row by row."""
+    """left_TBa right [a, b] -> [T, B, b]. Two matrices: of strided columns torch.matmul would take row by row."""
     return (left.flatten(0, 1) @ right.to(left.dtype)).view(*left.shape[:2], right.shape[1])
 
 

@@ -1,8 +1,9 @@
 """Hugging Face safetensors -> the tensors of one rank's Megatron stage, read slice by slice.
 
-q, k, v are one matrix, and so are gate and up, each rank's rows one after the other (`training.attention` splits them
-again; Megatron's own order would take them apart by groups of heads). The vocabulary is zero-padded to a multiple of tp; the loss masks those columns. Logits then equal transformers' to float32
-rounding for Llama (GQA), Qwen2 (bias, tied embeddings) and Qwen3 (q/k norm).
+q, k, v are one matrix, and so are gate and up, each rank's rows one after the other: `training.attention` splits them
+again, where Megatron's own order would take q, k and v apart by groups of heads. The vocabulary is zero-padded to a
+multiple of tp; the loss masks those columns. Logits then equal transformers' to float32 rounding for Llama (GQA), Qwen2
+(bias, tied embeddings) and Qwen3 (q/k norm).
 """
 
 from pathlib import Path
@@ -59,19 +60,20 @@ class StageWeights:
         def part(target: str, suffix: str = "weight", dim: int = 0) -> Tensor:
             return self._part(f"{module_name(layer, target)}.{suffix}", dim)
 
+        def fused(kind: str, suffix: str = "weight") -> Tensor:
+            return torch.cat([part(target, suffix) for target in FUSED_TARGETS[kind]])
+
         prefix = f"model.layers.{layer}."
         tensors = {
-            "self_attention.linear_qkv.weight": torch.cat([part(target) for target in FUSED_TARGETS["linear_qkv"]]),
+            "self_attention.linear_qkv.weight": fused("linear_qkv"),
             "self_attention.linear_proj.weight": part("o_proj", dim=1),
-            "mlp.linear_fc1.weight": torch.cat([part(target) for target in FUSED_TARGETS["linear_fc1"]]),
+            "mlp.linear_fc1.weight": fused("linear_fc1"),
             "mlp.linear_fc2.weight": part("down_proj", dim=1),
             "input_layernorm.weight": self._whole(prefix + "input_layernorm.weight"),
             "pre_mlp_layernorm.weight": self._whole(prefix + "post_attention_layernorm.weight"),
         }
         if self.base.has_qkv_bias:
-            tensors["self_attention.linear_qkv.bias"] = torch.cat(
-                [part(target, "bias") for target in FUSED_TARGETS["linear_qkv"]]
-            )
+            tensors["self_attention.linear_qkv.bias"] = fused("linear_qkv", "bias")
         if self.base.has_qk_norm:
             tensors["self_attention.q_layernorm.weight"] = self._whole(prefix + "self_attn.q_norm.weight")
             tensors["self_attention.k_layernorm.weight"] = self._whole(prefix + "self_attn.k_norm.weight")

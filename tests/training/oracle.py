@@ -23,6 +23,7 @@ from training.fleet_spec import FleetSpec
 from training.layout import FleetLayout
 from training.worker import Worker
 
+DTYPE = torch.float32  # that the oracle computes in
 ATTENTION = {torch.float32: "eager", torch.float64: "sdpa"}  # the eager one computes its softmax in float32
 
 
@@ -93,16 +94,14 @@ def adapter_parameters(model) -> dict[str, torch.nn.Parameter]:
     return {name.replace(".default", ""): parameter for name, parameter in model.named_parameters() if "lora_" in name}
 
 
-def peft_model(
-    folder: Path, t: TenantConfig, values: dict[TensorKey, torch.Tensor], dtype: torch.dtype = torch.float32
-):
+def peft_model(folder: Path, t: TenantConfig, values: dict[TensorKey, torch.Tensor]):
     """The model with the tenant's adapter, and its parameters by name; with `initial_adapter` `values` do not count."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION[dtype])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE, attn_implementation=ATTENTION[DTYPE])
     if t.adapter.initial_adapter is not None:
         model = PeftModel.from_pretrained(model, t.adapter.initial_adapter, is_trainable=True)
         return model, adapter_parameters(model)
     config = LoraConfig(r=t.adapter.rank, lora_alpha=t.adapter.alpha, target_modules=list(t.adapter.target_modules))
-    model = get_peft_model(model.to(dtype), config, autocast_adapter_dtype=False)
+    model = get_peft_model(model, config, autocast_adapter_dtype=False)
     named = adapter_parameters(model)
     assert set(named) == {key.peft_name for key in values}
     with torch.no_grad():
@@ -112,16 +111,10 @@ def peft_model(
 
 
 def peft_alone(
-    folder: Path,
-    t: TenantConfig,
-    path: Path,
-    plans: list[StepPlan],
-    b_scale: float,
-    num_updates: int,
-    dtype: torch.dtype = torch.float32,
+    folder: Path, t: TenantConfig, path: Path, plans: list[StepPlan], b_scale: float, num_updates: int
 ) -> dict:
     """Train one tenant alone with transformers + peft; its adapter, or with 0 updates the first gradient."""
-    model, named = peft_model(folder, t, start_values(folder, t, b_scale), dtype)
+    model, named = peft_model(folder, t, start_values(folder, t, b_scale))
     o = t.optimiser
     adamw = torch.optim.AdamW(
         named.values(), lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay

@@ -18,6 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from data_prep.token_file import TokenFile
 from planning.step_plan import Job, JobMember, StepPlan, Wave
 from planning.types import ActivationPolicy, Chunk, SequenceRef
+from tests.training import oracle
 from tests.training.oracle import (
     fleet_spec,
     gradients_of,
@@ -144,13 +145,14 @@ def compute_in_double(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.Tensor, "float", lambda x: x if x.dtype is torch.float64 else to_float(x))
 
 
-def norm_in_double(patch: pytest.MonkeyPatch) -> None:
-    """transformers' RMS norms, which compute in float32 whatever they are given."""
+def oracle_in_double(patch: pytest.MonkeyPatch) -> None:
+    """The oracle's weights in float64, and its RMS norms, which compute in float32 whatever they are given."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         variance = hidden.square().mean(-1, keepdim=True)
         return self.weight * hidden * torch.rsqrt(variance + self.variance_epsilon)
 
+    patch.setattr(oracle, "DTYPE", torch.float64)
     for norm in (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
         patch.setattr(norm, "forward", forward)
 
@@ -183,11 +185,11 @@ def worst_errors(cases: list[Case], run_ranks: Callable, precision: Precision) -
 
 
 def peft_gradients(case: Case, precision: Precision) -> dict:
-    paths, dtype = case.spec.token_paths, precision.dtype
+    paths = case.spec.token_paths
     with pytest.MonkeyPatch.context() as patch:
         if precision is DOUBLE:
-            norm_in_double(patch)
-        return {t.name: peft_alone(case.folder, t, paths[t.name], [case.plan], 0.05, 0, dtype) for t in case.tenants}
+            oracle_in_double(patch)
+        return {t.name: peft_alone(case.folder, t, paths[t.name], [case.plan], 0.05, 0) for t in case.tenants}
 
 
 @pytest.mark.parametrize(("precision", "seeds"), [(SINGLE, (3, 7, 11, 15, 2, 14)), (DOUBLE, (23, 14, 7))])
