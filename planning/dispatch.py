@@ -7,7 +7,7 @@ Padded batching; a chunk holds sequences of one bucket:
 4. moves and swaps away from the slowest replica (`local_search`), chunk sizes of pipelines (`chunk_sizes`).
 
 Packed batching; a chunk holds whole sequences up to its replica's token budget: the same program over classes of
-neighbouring lengths, then `packing` and `packed_search`.
+neighbouring lengths, then `packing` and `packed_search`; at last `tenant_grouping` leaves fewer tenants per chunk.
 
 The result is integer per replica and depends only on the set of sequences, not on their order, on earlier steps or on
 a clock.

@@ -1,4 +1,4 @@
-"""Attention and normalisation that replace Megatron's own, which need a GPU or refuse our settings."""
+"""What replaces Megatron's own: attention and norm, which need a GPU or refuse our settings; the order of q, k, v."""
 
 import torch
 import torch.nn.functional as F

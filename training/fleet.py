@@ -196,21 +196,29 @@ class Fleet:
         self._store.set(command_key(self._number), json.dumps(command))
 
     def _collect(self, number: int, timeout_seconds: float, what: str) -> list[dict]:
-        assert self._reports is not None, "the fleet was not launched"
         keys = [report_key(number, rank) for rank in range(self.spec.world_size)]
         deadline = time.monotonic() + timeout_seconds
-        while not self._reports.wait(number, min(FAILURE_POLL_SECONDS, deadline - time.monotonic())):
+        while not self._have_reported(number, min(FAILURE_POLL_SECONDS, deadline - time.monotonic())):
             self._raise_failure()
-            if time.monotonic() > deadline:
-                late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            if late and time.monotonic() > deadline:
                 raise FleetTimeoutError(
                     f"ranks {late} did not {what} within {timeout_seconds:.0f} s; last lines of rank {late[0]}'s "
                     f"log:\n{self._last_lines(late[0])}"
                 )
+        if not self._store.check(keys):  # an interrupt came between them and the next command
+            raise FleetTimeoutError("the reports on the last command were taken already")
         reports = [json.loads(self._store.get(key)) for key in keys]
         for key in (*keys, command_key(number)):
             self._store.delete_key(key)
         return reports
+
+    def _have_reported(self, number: int, timeout_seconds: float) -> bool:
+        assert self._reports is not None, "the fleet was not launched"
+        try:
+            return self._reports.wait(number, timeout_seconds)
+        except ConnectionError as error:
+            raise FleetError(str(error)) from error
 
     def _raise_failure(self) -> None:
         """Raise FleetError if anything failed, InputError if a rank says that what it was given is wrong.

@@ -3,8 +3,8 @@
 Ranks that hold the same slices (see `layout.reduction_sets`) share one process group and one flat buffer, so a step
 costs one all-reduce per set. Tensors replicated over tensor parallelism have the same gradient on every
 tensor-parallel rank, of which only rank 0 contributes; with sequence parallelism each rank has that of its own tokens,
-and all contribute. Groups depend on the layout alone, never on tenants
-or on how many chunks a replica had: no rank can wait for one that has nothing to do.
+and all contribute. Groups depend on the layout alone, never on tenants or on how many chunks a replica had: no rank can
+wait for one that has nothing to do.
 """
 
 from collections.abc import Sequence

@@ -119,12 +119,12 @@ class LowRankExchange:
         """All tenants side by side in one tensor as wide as the widest, so that every rank's part has one shape."""
         widest = max(part.shape[-1] for part in parts.values())
         some = next(iter(parts.values()))
-        columns = []
+        padded = []
         for index, size in enumerate(sizes_before):
             shape = [size if dim == spans.dim else n for dim, n in enumerate(some.shape[:-1])]
             part = parts[index] if index in parts else some.new_zeros(*shape, widest)
-            columns.append(F.pad(part, (0, widest - part.shape[-1])))
-        moved = collective(torch.cat(columns, spans.dim), self.group).split(sizes_after, spans.dim)
+            padded.append(F.pad(part, (0, widest - part.shape[-1])))
+        moved = collective(torch.cat(padded, spans.dim), self.group).split(sizes_after, spans.dim)
         return {index: moved[index][..., : part.shape[-1]] for index, part in parts.items()}
 
 

@@ -117,7 +117,8 @@ class MultiLoraLinear(nn.Module):
 class _AddLowRank(torch.autograd.Function):
     """Adds s B A x to the frozen layer's output, in place: nobody else has seen that output.
 
-    Backward sums the gradients of A and B into their buffers itself; autograd knows only x and y.
+    Backward sums the gradients of A and B into their buffers itself; autograd knows only x and y. The output is not
+    marked dirty: where Megatron reduces over one rank it is a view made in a Function, which autograd would refuse.
     """
 
     @staticmethod
@@ -175,7 +176,10 @@ def _add_product(target: Tensor, left: Tensor, right: Tensor, scale: float) -> N
 
 
 def _accumulate(target: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    """target [a, b] += scale * the sum over T and B of left_TBa right_TBb, in place, in the target's precision."""
+    """target [a, b] += scale * the sum over T and B of left_TBa right_TBb, in place.
+
+    Of 16-bit numbers each product is rounded once and summed in the target's float32.
+    """
     left, right = left.flatten(0, 1).t(), right.flatten(0, 1)
     if left.dtype == target.dtype:
         target.addmm_(left, right, alpha=scale)

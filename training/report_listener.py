@@ -9,6 +9,7 @@ import torch.distributed as dist
 from training.fleet_spec import READY, report_key
 
 FOREVER = timedelta(days=365)
+CLOSE_SECONDS = 2.0
 
 
 class ReportListener:
@@ -24,13 +25,21 @@ class ReportListener:
         self._world_size = world_size
         self._num_answered = READY - 1
         self._is_closed = False
+        self._failure: Exception | None = None
         self._changed = threading.Condition()
-        threading.Thread(target=self._listen, name="fleet-reports", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="fleet-reports", daemon=True)
+        self._thread.start()
 
     def wait(self, number: int, timeout_seconds: float) -> bool:
-        """Whether all ranks have reported on command `number`; waits for it at most so long."""
+        """Whether all ranks have reported on command `number`; waits for it at most so long.
+
+        Raises ConnectionError when the store is gone.
+        """
         with self._changed:
-            return self._changed.wait_for(lambda: self._num_answered >= number, timeout_seconds)
+            self._changed.wait_for(lambda: self._num_answered >= number or self._failure is not None, timeout_seconds)
+            if self._failure is not None:
+                raise ConnectionError(f"the fleet's store does not answer: {self._failure}")
+            return self._num_answered >= number
 
     def close(self, store: dist.Store) -> None:
         """End the thread; `store` is another client than its own."""
@@ -38,14 +47,19 @@ class ReportListener:
             self._is_closed = True
             for key in self._keys(self._num_answered + 1):
                 store.set(key, "{}")
+        self._thread.join(CLOSE_SECONDS)
 
     def _listen(self) -> None:
         for number in itertools.count(READY):
-            self._store.wait(self._keys(number), FOREVER)
+            failure = None
+            try:
+                self._store.wait(self._keys(number), FOREVER)
+            except RuntimeError as error:
+                failure = error
             with self._changed:
-                self._num_answered = number
+                self._num_answered, self._failure = number, failure
                 self._changed.notify_all()
-                if self._is_closed:
+                if self._is_closed or failure is not None:
                     return
 
     def _keys(self, number: int) -> list[str]:

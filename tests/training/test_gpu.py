@@ -75,7 +75,8 @@ def test_losses_fall_in_bfloat16_padded_and_packed(fleet, recompute: bool) -> No
         running.launch(300)
         losses = []
         for step in range(20):
-            running.begin_step(step_plan(step, list(Batching)[step % 2]))
+            learning_rates = {t.name: t.optimiser.learning_rate for t in TENANTS}
+            running.begin_step(step_plan(step, list(Batching)[step % 2]), learning_rates)
             losses.append(running.finish_step()[0]["losses"])
         running.stop()
     for t in TENANTS:
