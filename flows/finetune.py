@@ -93,7 +93,8 @@ def evaluation_paths(tenants: Sequence[TenantConfig], prepared: Sequence[Prepare
 def resolved(run: RunConfig) -> dict[str, Any]:
     """The configuration that a resumed run must share: everything but what changes no adapter."""
     limits = {"max_restarts", "max_gpu_seconds", "keep_checkpoints", "launch_timeout_seconds", "step_timeout_seconds"}
-    return run.model_dump(mode="json", exclude={"tracking": True, "data": {"num_workers"}, "training": limits})
+    free = limits | {"trace_steps"}
+    return run.model_dump(mode="json", exclude={"tracking": True, "data": {"num_workers"}, "training": free})
 
 
 def identity(run: RunConfig, folder: RunFolder, phases: Sequence[Phase]) -> RunIdentity:

@@ -116,6 +116,16 @@ class CheckpointStore:
                 on_damaged(folder, str(error))
         return None
 
+    def latest_of(self, run: str, on_damaged: Callable[[Path, str], None]) -> Checkpoint | None:
+        """The newest checkpoint that verifies. Raises InputError unless it is of the run with this identity."""
+        checkpoint = self.latest(on_damaged)
+        if checkpoint is not None and checkpoint.state.get("run") != run:
+            raise InputError(
+                f"{checkpoint.folder} is the checkpoint of another run: its base model or tenants differ; move it "
+                "away, or give this run a folder of its own"
+            )
+        return checkpoint
+
     def at(self, step: int) -> Checkpoint:
         """The checkpoint of `step`, verified. Raises InputError, with the steps that there are, if it was not kept."""
         folder = self._folder(step)

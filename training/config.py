@@ -4,7 +4,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
 from data_prep.config import DatasetConfig
 from planning.config import ActivationRecompute, Section
@@ -178,6 +178,9 @@ class TrainingConfig(Section):
     sequence_parallel: Annotated[
         bool, Field(title="Split norms and residuals by tokens where tp > 1: longer chunks fit")
     ] = False
+    trace_steps: Annotated[
+        tuple[NonNegativeInt, ...], Field(title="Steps that every rank records with PyTorch's profiler, into logs/")
+    ] = ()
     launch_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
     step_timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from data_prep.token_file import TokenFile
 from planning.dispatch import dispatcher_for
-from planning.errors import InputError, LobraError
+from planning.errors import LobraError
 from planning.strategies import Phase
 from training.checkpoint import Checkpoint, CheckpointStore
 from training.checkpoint_writer import CheckpointWriter
@@ -289,16 +289,8 @@ class _Controller:
 
     def _restore(self) -> tuple[RunProgress, Checkpoint | None]:
         """Progress of the newest whole checkpoint, or of a run not yet begun. Raises InputError for another run's."""
-        damaged: list[tuple[str, str]] = []
-        checkpoint = self.store.latest(lambda folder, reason: damaged.append((folder.name, reason)))
-        for folder, reason in damaged:
-            self.ledger.record({"event": "damaged_checkpoint", "folder": folder, "reason": reason})
+        checkpoint = self.store.latest_of(self.request.identity, self.ledger.damaged_checkpoint)
         if checkpoint is not None:
-            if checkpoint.state.get("run") != self.request.identity:
-                raise InputError(
-                    f"{checkpoint.folder} is the checkpoint of another run: its base model or tenants differ; move it "
-                    "away, or give this run a folder of its own"
-                )
             return RunProgress.from_dict(checkpoint.state), checkpoint
         num_steps = {name: t.num_steps(self.token_files[name].num_rows) for name, t in self.by_name.items()}
         return RunProgress({name: TenantProgress(num) for name, num in num_steps.items()}), None

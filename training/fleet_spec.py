@@ -43,6 +43,7 @@ class FleetSpec(Section):
     log_dir: Path
     evaluation_paths: dict[str, Path] = Field(default_factory=dict)
     activations: ActivationPolicy = ActivationPolicy()
+    trace_steps: tuple[int, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -68,6 +69,7 @@ def fleet_spec_for(
         step_timeout_seconds=request.training.step_timeout_seconds,
         log_dir=request.files.logs,
         activations=request.training.activations,
+        trace_steps=request.training.trace_steps,
     )
 
 

@@ -40,3 +40,7 @@ class Ledger:
         self.spent_gpu_seconds += record.get("gpu_seconds", 0.0) + record.get("overhead_gpu_seconds", 0.0)
         self.journal.append(record)
         self._observe(record)
+
+    def damaged_checkpoint(self, folder: Path, reason: str) -> None:
+        """Record a checkpoint that is passed over."""
+        self.record({"event": "damaged_checkpoint", "folder": folder.name, "reason": reason})

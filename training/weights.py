@@ -1,6 +1,6 @@
 """Hugging Face safetensors -> the tensors of one rank's Megatron stage, read slice by slice.
 
-q, k, v are one matrix, and so are gate and up, each rank's rows one after the other: `training.attention` splits them
+q, k, v are one matrix, and so are gate and up, each rank's rows one after the other: `megatron_attention` splits them
 again, where Megatron's own order would take q, k and v apart by groups of heads. The vocabulary is zero-padded to a
 multiple of tp; the loss masks those columns. Logits then equal transformers' to float32 rounding for Llama (GQA), Qwen2
 (bias, tied embeddings) and Qwen3 (q/k norm).

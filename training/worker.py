@@ -37,6 +37,7 @@ from training.optimiser import JointOptimiser, TenantOptimiser
 from training.probe import Probe, run_probe
 from training.processes import connect_store
 from training.saving import BackgroundSaver
+from training.step_trace import StepTracer
 
 NEXT_COMMAND_TIMEOUT = timedelta(days=365)  # the agent ends ranks whose controller is gone
 
@@ -58,24 +59,28 @@ class Worker:
         self.optimiser = JointOptimiser(self.optimisers, self.stage, control_group)
         self.writer = CanonicalWriter(self.stage, adapters, dist.new_group(backend="gloo"))
         self.saver = BackgroundSaver(self.writer, self.snapshot, saver_store)
+        self.tracer = StepTracer(spec.trace_steps, spec.log_dir, rank, device)
         self.token_files = {name: TokenFile(path) for name, path in spec.token_paths.items()}
         self.evaluation_files = {name: TokenFile(path) for name, path in spec.evaluation_paths.items()}
 
     def train(self, plan: StepPlan, learning_rates: Mapping[str, float]) -> dict:
         """One step. The report: seconds of forward and backward, of sync and update (with waiting), losses, updates."""
         replica = self.stage.position.replica.index
-        start = time.perf_counter()
-        losses = self.model.forward_backward(self._collated(plan, self.token_files))
-        computed = time.perf_counter()
-        tenants = sorted(plan.supervised_tokens)
-        self.sync(tenants)
-        with self.saver.lock:
-            updates = self.optimiser.step(learning_rates)
-            self.saver.completed_steps += 1
+        with self.tracer.step(plan.step):
+            start = time.perf_counter()
+            with self.tracer.phase("forward and backward"):
+                losses = self.model.forward_backward(self._collated(plan, self.token_files))
+            computed = time.perf_counter()
+            with self.tracer.phase("gradient sync"):
+                self.sync(sorted(plan.supervised_tokens))
+            with self.tracer.phase("update"), self.saver.lock:
+                updates = self.optimiser.step(learning_rates)
+                self.saver.completed_steps += 1
+            ended = time.perf_counter()
         return {
             "replica": replica,
             "busy_seconds": computed - start,
-            "sync_seconds": time.perf_counter() - computed,
+            "sync_seconds": ended - computed,
             "losses": losses if self.stage.position.reports_loss else {},
             "updates": {name: asdict(update) for name, update in updates.items()},
         }

@@ -11,9 +11,9 @@ from planning.config import Backend, Batching
 from planning.step_plan import Job, JobMember, StepPlan, Wave
 from planning.types import ActivationPolicy, Chunk, SequenceRef
 from tests.training.oracle import fleet_spec, tenant
-from training.attention import CausalAttention
 from training.config import ALL_TARGETS, BaseModelConfig, DType, OptimiserConfig
 from training.fleet import Fleet
+from training.megatron_attention import CausalAttention
 from training.megatron_model import LoraChunkParams
 from training.probe import Probe
 
