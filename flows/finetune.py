@@ -92,8 +92,14 @@ def evaluation_paths(tenants: Sequence[TenantConfig], prepared: Sequence[Prepare
 
 def resolved(run: RunConfig) -> dict[str, Any]:
     """The configuration that a resumed run must share: everything but what changes no adapter."""
-    limits = {"max_restarts", "max_gpu_seconds", "keep_checkpoints", "launch_timeout_seconds", "step_timeout_seconds"}
-    free = limits | {"trace_steps"}
+    free = {
+        "max_restarts",
+        "max_gpu_seconds",
+        "keep_checkpoints",
+        "trace_steps",
+        "launch_timeout_seconds",
+        "step_timeout_seconds",
+    }
     return run.model_dump(mode="json", exclude={"tracking": True, "data": {"num_workers"}, "training": free})
 
 

@@ -188,9 +188,9 @@ def _padded_chunks(ordered: list[SequenceRef], batch: BucketCounts, load: Load) 
     """Deals each bucket's sequences to the replicas in order, a tenant's together: all cost the same there."""
     chunks: list[list[Chunk]] = [[] for _ in range(len(load.fixed))]
     num_chunks_RJ = -(-load.num_sequences // np.maximum(load.chunk, 1))
-    last = np.cumsum(batch.counts).tolist()
+    borders = [0, *np.cumsum(batch.counts).tolist()]
     for bucket, padded_tokens in enumerate(batch.uppers.tolist()):
-        members = sorted(ordered[last[bucket] - int(batch.counts[bucket]) : last[bucket]], key=_by_row)
+        members = sorted(ordered[borders[bucket] : borders[bucket + 1]], key=_by_row)
         first = 0
         for replica in np.flatnonzero(load.num_sequences[:, bucket]).tolist():
             count, num_chunks = int(load.num_sequences[replica, bucket]), int(num_chunks_RJ[replica, bucket])

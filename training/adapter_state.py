@@ -89,8 +89,7 @@ class CanonicalWriter:
         for key in tensor_keys(adapter.config, self.stage.layout.stage_layers(sender.replica, sender.pp_rank)):
             place = adapter.place(key)
             if place.is_split or sender.tp_rank == 0:
-                rows, columns = place.stored_shape
-                local = (rows // sender.replica.config.tp, columns) if place.is_split else (rows, columns)
+                local = place.local_shape(sender.replica.config.tp)
                 shapes.update({(key, kind): torch.Size(local) for kind in kinds})
         if not shapes:
             return {}

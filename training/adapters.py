@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from training.base_model import BaseModel, module_name, peft_name
-from training.config import AdapterConfig, TenantConfig
+from training.config import ALL_TARGETS, AdapterConfig, TenantConfig
 from training.initial_adapter import WEIGHTS_FILE
 from training.layout import Stage
 
@@ -53,6 +53,11 @@ class TensorPlace:
     @property
     def stored_shape(self) -> tuple[int, int]:
         return (self.shape[1], self.shape[0]) if self.is_transposed else self.shape
+
+    def local_shape(self, tp: int) -> tuple[int, int]:
+        """Shape of a local tensor of a layer on `tp` tensor-parallel ranks."""
+        rows, columns = self.stored_shape
+        return (rows // tp if self.is_split else rows), columns
 
     def to_local(self, canonical: Tensor, tp: int, tp_rank: int) -> Tensor:
         """Canonical tensor -> this tensor-parallel rank's local tensor, contiguous float32."""
@@ -103,9 +108,9 @@ def initial_tensor(base: BaseModel, tenant: TenantConfig, key: TensorKey) -> Ten
 class Adapter:
     """One tenant's local adapter tensors on one rank, and their gradients: two flat buffers with the same order.
 
-    First everything that is replicated over tensor parallelism, then what is split; in each part by layer, fused
-    layer (FUSED_TARGETS), matrix and target. So A of the targets of one fused layer are rows of one matrix, and an
-    update, a norm or a reduction takes a few calls rather than two per module.
+    First everything that is replicated over tensor parallelism, then what is split; in each part by layer, matrix and
+    target. So A of the targets of one fused layer are rows of one matrix, and an update, a norm or a reduction takes a
+    few calls rather than two per module.
     """
 
     def __init__(
@@ -157,14 +162,7 @@ class Adapter:
         self.gradient.zero_()
 
     def _local_shape(self, key: TensorKey) -> tuple[int, int]:
-        place = self.place(key)
-        rows, columns = place.stored_shape
-        return (rows // self.stage.tp if place.is_split else rows), columns
+        return self.place(key).local_shape(self.stage.tp)
 
     def _storage_order(self, key: TensorKey) -> tuple:
-        kind, order = next(
-            (kind, targets.index(key.target))
-            for kind, targets in enumerate(FUSED_TARGETS.values())
-            if key.target in targets
-        )
-        return self.place(key).is_split, key.layer, kind, key.matrix, order
+        return self.place(key).is_split, key.layer, key.matrix, ALL_TARGETS.index(key.target)

@@ -32,7 +32,7 @@ from training.fleet_spec import (
     FleetSpec,
     command_key,
     log_path,
-    report_key,
+    report_keys,
     saved_key,
 )
 from training.probe import Probe
@@ -196,7 +196,7 @@ class Fleet:
         self._store.set(command_key(self._number), json.dumps(command))
 
     def _collect(self, number: int, timeout_seconds: float, what: str) -> list[dict]:
-        keys = [report_key(number, rank) for rank in range(self.spec.world_size)]
+        keys = report_keys(number, self.spec.world_size)
         deadline = time.monotonic() + timeout_seconds
         while not self._have_reported(number, min(FAILURE_POLL_SECONDS, deadline - time.monotonic())):
             self._raise_failure()

@@ -81,6 +81,11 @@ def report_key(number: int, rank: int) -> str:
     return f"report/{number}/{rank}"
 
 
+def report_keys(number: int, world_size: int) -> list[str]:
+    """Those of all ranks, in rank order."""
+    return [report_key(number, rank) for rank in range(world_size)]
+
+
 def saved_key(name: str) -> str:
     """Set when the checkpoint folder `name` has its tensors."""
     return f"saved/{name}"

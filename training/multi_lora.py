@@ -19,8 +19,6 @@ from training.adapters import FUSED_TARGETS, Adapter, TensorKey
 from training.layout import Stage
 from training.low_rank import LowRankExchange, Spans
 
-ROW_PARALLEL = ("linear_proj", "linear_fc2")
-
 
 @dataclass(frozen=True)
 class FusedLayer:
@@ -32,7 +30,7 @@ class FusedLayer:
 
     @property
     def row_parallel(self) -> bool:
-        return self.kind in ROW_PARALLEL
+        return not self.stage.base.target_shape(FUSED_TARGETS[self.kind][0]).column_parallel
 
     @property
     def columns(self) -> dict[str, slice]:

@@ -4,6 +4,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+FOREVER = timedelta(days=365)  # a wait in the store ends sooner: with what is waited for, or with the store
+
 
 def connect_store(host: str, port: int, generation: int, timeout_seconds: float = 60.0) -> dist.Store:
     """A client of the controller's store, seeing only the keys of one launch."""

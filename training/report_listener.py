@@ -2,13 +2,12 @@
 
 import itertools
 import threading
-from datetime import timedelta
 
 import torch.distributed as dist
 
-from training.fleet_spec import READY, report_key
+from training.fleet_spec import READY, report_keys
+from training.processes import FOREVER
 
-FOREVER = timedelta(days=365)
 CLOSE_SECONDS = 2.0
 
 
@@ -45,7 +44,7 @@ class ReportListener:
         """End the thread; `store` is another client than its own."""
         with self._changed:
             self._is_closed = True
-            for key in self._keys(self._num_answered + 1):
+            for key in report_keys(self._num_answered + 1, self._world_size):
                 store.set(key, "{}")
         self._thread.join(CLOSE_SECONDS)
 
@@ -53,7 +52,7 @@ class ReportListener:
         for number in itertools.count(READY):
             failure = None
             try:
-                self._store.wait(self._keys(number), FOREVER)
+                self._store.wait(report_keys(number, self._world_size), FOREVER)
             except RuntimeError as error:
                 failure = error
             with self._changed:
@@ -61,6 +60,3 @@ class ReportListener:
                 self._changed.notify_all()
                 if self._is_closed or failure is not None:
                     return
-
-    def _keys(self, number: int) -> list[str]:
-        return [report_key(number, rank) for rank in range(self._world_size)]

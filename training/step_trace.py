@@ -7,7 +7,7 @@ On a GPU the kernels are in it, phases are NVTX ranges, and Nsight Systems recor
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -46,12 +46,8 @@ class StepTracer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Around a part of a step: a named range in what is recorded."""
-        with record_function(name):
-            if self._on_gpu:
-                torch.cuda.nvtx.range_push(name)
+        with record_function(name), torch.cuda.nvtx.range(name) if self._on_gpu else nullcontext():
             yield
-            if self._on_gpu:
-                torch.cuda.nvtx.range_pop()
 
 
 def trace_path(folder: Path, step: int, rank: int) -> Path:

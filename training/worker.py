@@ -35,11 +35,9 @@ from training.layout import FleetLayout, Stage
 from training.megatron_model import ReplicaModel, create_replica_groups
 from training.optimiser import JointOptimiser, TenantOptimiser
 from training.probe import Probe, run_probe
-from training.processes import connect_store
+from training.processes import FOREVER, connect_store
 from training.saving import BackgroundSaver
 from training.step_trace import StepTracer
-
-NEXT_COMMAND_TIMEOUT = timedelta(days=365)  # the agent ends ranks whose controller is gone
 
 
 class Worker:
@@ -122,7 +120,7 @@ class Worker:
         command = {"kind": "ready"}
         while command["kind"] != "stop":
             number += 1
-            store.wait([command_key(number)], NEXT_COMMAND_TIMEOUT)
+            store.wait([command_key(number)], FOREVER)  # the agent ends ranks whose controller is gone
             command = json.loads(store.get(command_key(number)))
             report = self._carry_out(command)
             store.set(report_key(number, self.rank), json.dumps(report))
